@@ -1,0 +1,1 @@
+"""Backends that attend to every visible token."""

@@ -1,0 +1,1 @@
+"""Attention arithmetic, one operation a file;  holds the plain torch twins."""

@@ -1,0 +1,1 @@
+"""Backends that attend to the tokens an indexer selects."""

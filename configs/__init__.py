@@ -1,0 +1,1 @@
+"""Frozen settings of the server and its engine."""

@@ -1,0 +1,1 @@
+"""Pages of cached rows: layout, storage and bookkeeping."""

@@ -1,0 +1,1 @@
+"""The transformer: configuration, weights, layers, sampling."""

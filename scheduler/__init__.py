@@ -1,0 +1,1 @@
+"""Requests, batches and the engine loop."""

@@ -1,0 +1,1 @@
+"""HTTP, text and the command line: everything that never touches a tensor."""
