@@ -1,1 +1,1 @@
-"""Attention arithmetic, one operation a file;  holds the plain torch twins."""
+"""Attention arithmetic, one operation a file; the reference module holds the plain torch twins."""
