@@ -1,0 +1,87 @@
+"""The contract between the model and an attention backend.
+
+The model hands over queries that are not absorbed yet; a backend chooses the form it computes in
+(expanded for long prompts, absorbed for decode and sparse rows) and returns per-head values. New
+rows are in the cache before a backend is called: backends only read it.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from .metadata import AttentionBatch
+
+
+@dataclass(frozen=True)
+class MlaLayer:
+    """What a backend needs to know of one attention layer.
+
+    `w_uk_HNC` and `w_uv_HVC` are the two halves of `kv_b_proj`, head-major. `scale` multiplies
+    q.k before the softmax (YaRN's correction included) and is the same in both forms.
+    """
+
+    index: int
+    scale: float
+    w_uk_HNC: Tensor
+    w_uv_HVC: Tensor
+
+
+@dataclass(frozen=True)
+class IndexQuery:
+    """The lightning indexer's side of a query: score(t) = sum_n w_n * relu(q_n . k_t).
+
+    All constant scales (head count, width) are already folded into `weights_Tn` (fp32).
+    """
+
+    q_TnD: Tensor
+    weights_Tn: Tensor
+
+
+@dataclass(frozen=True)
+class Query:
+    """Queries of T consecutive tokens of a step; the rope part is rotated."""
+
+    nope_THN: Tensor
+    rope_THR: Tensor
+    index: IndexQuery | None = None
+
+    def rows(self, start: int, stop: int) -> "Query":
+        """The query of tokens start..stop-1."""
+        index = self.index and IndexQuery(
+            self.index.q_TnD[start:stop], self.index.weights_Tn[start:stop]
+        )
+        return Query(self.nope_THN[start:stop], self.rope_THR[start:stop], index)
+
+
+class Plan(Protocol):
+    """A backend's schedule for one step.
+
+    `selects` says whether any part of the step needs `Query.index`; where it is False the model
+    skips computing index queries (index keys are written either way).
+    """
+
+    batch: AttentionBatch
+    selects: bool
+
+
+class AttentionBackend(Protocol):
+    """One way to attend over the paged cache."""
+
+    name: str
+    page_size: int
+
+    def plan(self, batch: AttentionBatch, *, out: Plan | None = None) -> Plan:
+        """Schedule one step; with `out`, refresh that plan's buffers in place.
+
+        Raises ValueError when `out` has other shapes than the batch needs.
+        """
+        ...
+
+    def prefill(self, layer: MlaLayer, q: Query, plan: Plan) -> Tensor:
+        """Attention of the extend part: q of its tokens in batch order, returns [T, H, V]."""
+        ...
+
+    def decode(self, layer: MlaLayer, q: Query, plan: Plan) -> Tensor:
+        """Attention of the decode part: q of [B * w] tokens, returns [B * w, H, V]."""
+        ...

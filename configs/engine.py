@@ -1,0 +1,54 @@
+"""Settings of the engine: what is loaded, where it runs, how work is batched and cached.
+
+`None` and "auto" mean "choose for me"; the engine replaces them once it knows the model and the
+device, and says each choice with its reason.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of one step and of the queue."""
+
+    max_num_seqs: int = 64
+    """Requests that run at once."""
+    max_num_batched_tokens: int | None = None
+    """Tokens computed in one step, prompt chunks and decodes together."""
+    max_queue: int = 1024
+    """Requests that wait; one more is answered 503."""
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Size and shape of the paged cache."""
+
+    page_size: int | None = None
+    """Tokens a page; 64 on CUDA, 16 on the CPU when not given."""
+    num_pages: int | None = None
+    """Pages that can be handed out; sized from free memory when not given."""
+    memory_fraction: float = 0.5
+    """Share of the memory left after the weights that the cache may take when it is sized."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything the engine process needs to start."""
+
+    model: str = ""
+    """Folder of a checkpoint in Hugging Face layout."""
+    dtype: Dtype = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    attention_backend: str = "auto"
+    max_model_len: int | None = None
+    """Longest prompt plus output; the model's context when not given."""
+    seed: int = 0
+    num_threads: int | None = None
+    """CPU threads of one operation."""
+    hang_timeout: float = 60.0
+    """Seconds a single step may take before the engine declares itself hung and exits."""
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)

@@ -1,0 +1,29 @@
+"""How one request's tokens are chosen: the part of a request that reaches the sampler."""
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Sampling settings of one request; every value is already validated and resolved.
+
+    `stop_token_ids` holds every id that ends the request, EOS included unless it is ignored; none
+    of them is honoured before `min_tokens` outputs. `logprobs` counts the alternatives reported
+    beside the chosen token (0: the chosen one alone; None: nothing). Logprobs are of the model's
+    own distribution, before bias, penalties and temperature. A request's draws depend on `seed`
+    and the position alone, never on its batch mates.
+    """
+
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
+    stop_token_ids: list[int] = []
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None

@@ -1,0 +1,52 @@
+"""The memory behind the pages: latent rows and index-key rows of every layer.
+
+Rows are addressed by slot (page * page_size + offset). Page 0 belongs to nobody: padding tokens
+write there, so its content is never meaningful.
+"""
+
+import torch
+from torch import Tensor
+
+from .layout import RowLayout
+
+
+class CacheStorage:
+    """Cached rows of all layers; `num_pages` counts page 0.
+
+    latent_LSC: [layers, slots, latent_width]. index_k[layer]: [slots, index_width], or None where
+    the layer owns no indexer.
+    """
+
+    def __init__(
+        self,
+        layout: RowLayout,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.layout = layout
+        self.page_size = page_size
+        self.num_pages = num_pages
+        slots = num_pages * page_size
+        self.latent_LSC = torch.zeros(
+            layout.num_layers, slots, layout.latent_width, dtype=dtype, device=device
+        )
+        self.index_k: list[Tensor | None] = [
+            torch.zeros(slots, layout.index_width, dtype=dtype, device=device) if owns else None
+            for owns in layout.index_layers
+        ]
+
+    def write_latent(self, layer: int, slots_T: Tensor, latent_TC: Tensor, rope_TR: Tensor) -> None:
+        """Store the latent and the rotated key of T tokens."""
+        width = latent_TC.shape[1]
+        rows_SC = self.latent_LSC[layer]
+        rows_SC[slots_T, :width] = latent_TC
+        rows_SC[slots_T, width:] = rope_TR
+
+    def write_index(self, layer: int, slots_T: Tensor, keys_TD: Tensor) -> None:
+        """Store the index keys of T tokens; the layer must own an indexer."""
+        rows_SD = self.index_k[layer]
+        if rows_SD is None:
+            raise ValueError(f"layer {layer} keeps no index keys")
+        rows_SD[slots_T] = keys_TD

@@ -1,0 +1,127 @@
+"""What the API process and the engine process say to each other.
+
+A closed schema of msgspec structs: only these types can come out of the decoder, so nothing a
+client sends can reach the engine in another form. This module is torch-free because both sides
+import it.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from ..configs.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """Generate from `prompt_ids` (never empty, inside the vocabulary and the context)."""
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Stop a request and free its pages; unknown and finished ids are ignored."""
+
+    request_id: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Leave the loop once the current step is done; running requests are dropped."""
+
+
+Command = Submit | Abort | Shutdown
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """One token's natural-log probability, its rank (1 is the likeliest) and its alternatives."""
+
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
+    """What one step produced for one request.
+
+    `logprobs` runs parallel to `token_ids`. `prompt_logprobs` arrives once, before or with the
+    first token: one entry per prompt token but the first. `error` explains `finish_reason="error"`.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """Gauges of now and counters since the start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_pages: int = 0  # that can be handed out: page 0 is not among them
+    num_free_pages: int = 0
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    num_preemptions: int = 0
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """What was loaded, for the start-up lines and for request validation.
+
+    `notes` are the automatic choices, one sentence each with its reason.
+    """
+
+    model_type: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: list[int]
+    num_parameters: int
+    weight_bytes: int
+    dtype: str
+    device: str
+    attention_backend: str
+    page_size: int
+    num_cache_tokens: int
+    cache_bytes_per_token: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    notes: list[str]
+
+
+class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
+    """The checkpoint was read and verified; the warm-up pass comes next."""
+
+    info: EngineInfo
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """A real forward pass through prefill and decode has succeeded."""
+
+
+class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
+    """All that one step produced, in one message."""
+
+    outputs: list[RequestOutput]
+    stats: EngineStats
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """Sent while idle, so that silence means a hang."""
+
+    stats: EngineStats
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The engine cannot start or cannot go on; `message` is one line for the operator."""
+
+    message: str
+
+
+Event = Loaded | Ready | Outputs | Heartbeat | Failed
