@@ -1,0 +1,119 @@
+"""Chooses the next token of every row.
+
+A draw is the inverse of the cumulative distribution at one number u(seed, position), so a
+request's tokens depend on its own seed and logits alone: batch mates, chunking and recomputation
+after preemption cannot move them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..configs.sampling import SamplingParams
+
+_MASK64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class SampleInput:
+    """What the sampler knows of a request: its settings and the tokens so far."""
+
+    params: SamplingParams
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+
+    @property
+    def position(self) -> int:
+        """Position of the token about to be chosen."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on nothing but its arguments.
+
+    SplitMix64's finalizer (Steele, Lea and Flood, 2014) over the two mixed words.
+    """
+    z = (seed * 0x9E3779B97F4A7C15 + position * 0xD1342543DE82EF95 + 0x632BE59BD9B4E019) & _MASK64
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = ((z ^ (z >> shift)) * factor) & _MASK64
+    return ((z ^ (z >> 31)) >> 11) / (1 << 53)
+
+
+def sample(logits_NV: Tensor, inputs: Sequence[SampleInput]) -> list[int]:
+    """The next token of each row; logits_NV is fp32 [N, vocabulary] and stays unchanged."""
+    adjusted_NV = _adjust(logits_NV, inputs)
+    tokens = adjusted_NV.argmax(dim=-1).tolist()
+    drawn = [i for i, row in enumerate(inputs) if row.params.temperature > 0]
+    if drawn:
+        rows = adjusted_NV if len(drawn) == len(inputs) else adjusted_NV[drawn]
+        for i, token in zip(drawn, _draw(rows, [inputs[i] for i in drawn]), strict=True):
+            tokens[i] = token
+    return tokens
+
+
+def _draw(logits_NV: Tensor, inputs: Sequence[SampleInput]) -> list[int]:
+    """Draw by inverse CDF over the falling order, of which every filter keeps a front part.
+
+    min_p and top_k cut first, top_p cuts what is left after renormalising; ties fall to the lower
+    id, as in greedy choice. The sums are fp64, so a vocabulary of any size keeps its tail.
+    """
+    device, vocab = logits_NV.device, logits_NV.shape[1]
+    params = [row.params for row in inputs]
+
+    def column(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(1)
+
+    scaled_NV = logits_NV.double() / column([p.temperature for p in params])
+    sorted_NV, order_NV = scaled_NV.sort(dim=-1, descending=True, stable=True)
+    probs_NV = torch.softmax(sorted_NV, dim=-1)
+    ranks_V = torch.arange(vocab, device=device)
+    keep_NV = ranks_V < column([p.top_k or vocab for p in params])
+    keep_NV &= probs_NV >= column([p.min_p for p in params]) * probs_NV[:, :1]
+    mass_NV = torch.where(keep_NV, probs_NV, 0.0).cumsum(dim=-1)
+    # A token stays while the mass before it is short of top_p: the likeliest always does.
+    before_NV = mass_NV - probs_NV
+    keep_NV &= before_NV < column([p.top_p for p in params]) * mass_NV[:, -1:]
+    keep_NV[:, 0] = True
+    last_N1 = keep_NV.sum(dim=-1, keepdim=True) - 1
+    draws_N1 = column([uniform(row.params.seed, row.position) for row in inputs])
+    targets_N1 = draws_N1 * mass_NV.gather(1, last_N1)
+    ranks_N1 = torch.searchsorted(mass_NV, targets_N1, right=True).minimum(last_N1)
+    return order_NV.gather(1, ranks_N1).squeeze(1).tolist()
+
+
+def _adjust(logits_NV: Tensor, inputs: Sequence[SampleInput]) -> Tensor:
+    """Apply penalties, bias and the minimum length to the rows that ask for them."""
+    adjusted_NV = logits_NV
+    for i, row in enumerate(inputs):
+        if _is_plain(row):
+            continue
+        if adjusted_NV is logits_NV:
+            adjusted_NV = logits_NV.clone()
+        _adjust_row(adjusted_NV[i], row)
+    return adjusted_NV
+
+
+def _is_plain(row: SampleInput) -> bool:
+    p = row.params
+    penalised = p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0
+    return not (penalised or p.logit_bias or len(row.output_ids) < p.min_tokens)
+
+
+def _adjust_row(logits_V: Tensor, row: SampleInput) -> None:
+    p, device, vocab = row.params, logits_V.device, logits_V.shape[0]
+    if p.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted({*row.prompt_ids, *row.output_ids}), device=device)
+        seen_logits = logits_V[seen]
+        factor = torch.where(seen_logits > 0, 1 / p.repetition_penalty, p.repetition_penalty)
+        logits_V[seen] = seen_logits * factor
+    if (p.presence_penalty or p.frequency_penalty) and row.output_ids:
+        outputs = torch.tensor(row.output_ids, device=device)
+        counts_V = torch.bincount(outputs, minlength=vocab)
+        logits_V -= p.frequency_penalty * counts_V + p.presence_penalty * (counts_V > 0)
+    if p.logit_bias:
+        ids = torch.tensor(list(p.logit_bias), device=device)
+        logits_V[ids] += torch.tensor(list(p.logit_bias.values()), device=device)
+    if len(row.output_ids) < p.min_tokens and p.stop_token_ids:
+        logits_V[torch.tensor(p.stop_token_ids, device=device)] = float("-inf")

@@ -1,0 +1,54 @@
+"""What is built and installed: every sub-package travels in the wheel, imports resolve one way."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("attention", "configs", "kv_cache", "model", "scheduler", "server")
+PIP_WHEEL = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w"]
+
+
+def sources() -> list[Path]:
+    return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def test_pyproject_names_every_package():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    found = {
+        "minidsa." + ".".join(path.parent.relative_to(ROOT).parts)
+        for path in sources()
+        if path.name == "__init__.py"
+    }
+    assert set(declared["packages"]) == found
+    assert set(declared["package-dir"]) == {f"minidsa.{package}" for package in PACKAGES}
+
+
+@pytest.mark.slow
+def test_wheel_holds_every_module(tmp_path):
+    subprocess.run(
+        [sys.executable, *PIP_WHEEL, str(tmp_path), str(ROOT)],
+        check=True,
+        capture_output=True,
+    )
+    (wheel,) = tmp_path.glob("minidsa-*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {f"minidsa/{path.relative_to(ROOT)}" for path in sources()} <= names
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_of_the_project_are_relative(path):
+    """An absolute `import attention` would load a second copy of minidsa.attention."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module or ""]
+        for name in names:
+            assert name.split(".")[0] not in {*PACKAGES, "minidsa"}, f"{path}:{node.lineno}"
