@@ -45,10 +45,10 @@ def test_wheel_holds_every_module(tmp_path):
 def test_imports_of_the_project_are_relative(path):
     """An absolute `import attention` would load a second copy of minidsa.attention."""
     for node in ast.walk(ast.parse(path.read_text())):
-        names = []
+        names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
             names = [node.module or ""]
         for name in names:
-            assert name.split(".")[0] not in {*PACKAGES, "minidsa"}, f"{path}:{node.lineno}"
+            assert name.split(".")[0] not in {*PACKAGES, "minidsa"}, path
