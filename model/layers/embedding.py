@@ -1,0 +1,29 @@
+"""Token embedding and output head; tied models use one weight for both."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from .linear import Allocator, linear
+
+
+class Embedding:
+    """Rows of a [vocabulary, hidden] table."""
+
+    def __init__(self, vocab_size: int, width: int, allocate: Allocator) -> None:
+        self.weight_VD = allocate.weight(vocab_size, width)
+
+    def __call__(self, token_ids_T: Tensor) -> Tensor:
+        return F.embedding(token_ids_T, self.weight_VD)
+
+
+class Head:
+    """Hidden states to logits; `tied` shares the embedding's table."""
+
+    def __init__(
+        self, vocab_size: int, width: int, allocate: Allocator, tied: Embedding | None = None
+    ) -> None:
+        self.weight_VD = tied.weight_VD if tied else allocate.weight(vocab_size, width)
+
+    def __call__(self, hidden_ND: Tensor) -> Tensor:
+        """fp32 logits [N, vocabulary]."""
+        return linear(hidden_ND, self.weight_VD).float()

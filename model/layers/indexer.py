@@ -1,0 +1,40 @@
+"""The lightning indexer's projections: index keys for the cache, index queries for the selection.
+
+score(t) = sum_n w_n * relu(q_n . k_t) * n^-0.5 * D^-0.5, with q from the normed query latent, k and
+w from the layer's input (DeepSeek-V3.2-Exp, section 2.1). Scoring and selecting are the attention
+backend's work. Rope covers the first R dimensions of q and k.
+"""
+
+from torch import Tensor
+
+from ...attention.base import IndexQuery
+from ..config import IndexerConfig
+from .linear import Allocator, linear
+from .norm import LayerNorm
+from .rope import rotate_
+
+
+class Indexer:
+    """Owns the key norm and the head weights; wk and wq_b are rows of MLA's fused projections."""
+
+    def __init__(
+        self, indexer: IndexerConfig, hidden: int, rope_dim: int, allocate: Allocator
+    ) -> None:
+        self.indexer = indexer
+        self.rope_dim = rope_dim
+        self.key_norm = LayerNorm(indexer.head_dim, allocate)
+        self.weights_nD = allocate.fp32(indexer.num_heads, hidden)
+        self._scale = (indexer.num_heads * indexer.head_dim) ** -0.5
+
+    def keys(self, projected_TD: Tensor, angles_TR: Tensor) -> Tensor:
+        """Finished index keys [T, D] of projected ones."""
+        keys_TD = self.key_norm(projected_TD)
+        rotate_(keys_TD[:, : self.rope_dim], angles_TR)
+        return keys_TD
+
+    def queries(self, x_TD: Tensor, projected_TE: Tensor, angles_TR: Tensor) -> IndexQuery:
+        """Finished index queries of projected ones ([T, heads * D]) and their head weights."""
+        heads, width = self.indexer.num_heads, self.indexer.head_dim
+        q_TnD = projected_TE.view(-1, heads, width)
+        rotate_(q_TnD[..., : self.rope_dim], angles_TR.unsqueeze(1))
+        return IndexQuery(q_TnD, linear(x_TD.float(), self.weights_nD) * self._scale)

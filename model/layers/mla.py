@@ -1,0 +1,110 @@
+"""Multi-head latent attention: projections, cache rows and queries around a backend.
+
+Two fused projections: `down` makes the query latent, the key-value latent, the shared rotated key
+and the index key from the layer's input; `up` makes the heads' queries and the index queries from
+the query latent. Without a query latent `down` begins with the heads' queries themselves. The
+backend decides whether to attend over latents (absorbed) or expanded keys.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...attention.base import AttentionBackend, MlaLayer, Plan, Query
+from ...kv_cache.storage import CacheStorage
+from ..config import ModelConfig
+from .indexer import Indexer
+from .linear import Allocator, linear
+from .norm import LATENT_EPS, RmsNorm
+from .rope import rotate_
+
+
+@dataclass(frozen=True)
+class Step:
+    """What all layers of one step share. angles_TR: complex [T, R / 2]."""
+
+    plan: Plan
+    backend: AttentionBackend
+    storage: CacheStorage
+    angles_TR: Tensor
+
+
+class Mla:
+    """One attention layer. kv_b_HXC: per head N key rows (W_UK), then V value rows (W_UV)."""
+
+    def __init__(self, config: ModelConfig, index: int, allocate: Allocator) -> None:
+        self.index = index
+        self.config = config
+        heads = config.num_heads
+        self.query_width = heads * (config.nope_dim + config.rope_dim)
+        self.latent_start = config.q_lora_rank or self.query_width
+        index_width = config.indexer.head_dim if config.indexer else 0
+        down_width = self.latent_start + config.kv_lora_rank + config.rope_dim + index_width
+        self.down_ED = allocate.weight(down_width, config.hidden_size)
+        self.up_EQ: Tensor | None = None
+        self.q_norm: RmsNorm | None = None
+        if config.q_lora_rank is not None:
+            index_heads = config.indexer.num_heads if config.indexer else 0
+            up_width = self.query_width + index_heads * index_width
+            self.up_EQ = allocate.weight(up_width, config.q_lora_rank)
+            self.q_norm = RmsNorm(config.q_lora_rank, LATENT_EPS, allocate)
+        self.kv_norm = RmsNorm(config.kv_lora_rank, LATENT_EPS, allocate)
+        self.kv_b_HXC = allocate.weight(heads, config.nope_dim + config.v_dim, config.kv_lora_rank)
+        self.out_DE = allocate.weight(config.hidden_size, heads * config.v_dim)
+        self.indexer = (
+            Indexer(config.indexer, config.hidden_size, config.rope_dim, allocate)
+            if config.indexer
+            else None
+        )
+        self.layer = MlaLayer(
+            index=index,
+            scale=config.softmax_scale,
+            w_uk_HNC=self.kv_b_HXC[:, : config.nope_dim],
+            w_uv_HVC=self.kv_b_HXC[:, config.nope_dim :],
+        )
+
+    def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
+        down_TE = linear(x_TD, self.down_ED)
+        self._write_rows(down_TE, step)
+        heads_THV = self._attend(self._query(x_TD, down_TE, step), step)
+        return linear(heads_THV.flatten(1), self.out_DE)
+
+    def _write_rows(self, down_TE: Tensor, step: Step) -> None:
+        latent_end = self.latent_start + self.config.kv_lora_rank
+        rope_end = latent_end + self.config.rope_dim
+        latent_TC = self.kv_norm(down_TE[:, self.latent_start : latent_end])
+        rope_TR = down_TE[:, latent_end:rope_end]
+        rotate_(rope_TR, step.angles_TR)
+        slots_T = step.plan.batch.slots_T
+        step.storage.write_latent(self.index, slots_T, latent_TC, rope_TR)
+        if self.indexer is not None:
+            keys_TD = self.indexer.keys(down_TE[:, rope_end:], step.angles_TR)
+            step.storage.write_index(self.index, slots_T, keys_TD)
+
+    def _query(self, x_TD: Tensor, down_TE: Tensor, step: Step) -> Query:
+        config = self.config
+        up_TE, index = down_TE[:, : self.latent_start], None
+        if self.q_norm is not None and self.up_EQ is not None:
+            # Rows of index queries come last: without a selection they are simply not computed.
+            weight_EQ = self.up_EQ if step.plan.selects else self.up_EQ[: self.query_width]
+            up_TE = linear(self.q_norm(up_TE), weight_EQ)
+        if self.indexer is not None and step.plan.selects:
+            index = self.indexer.queries(x_TD, up_TE[:, self.query_width :], step.angles_TR)
+        width = config.nope_dim + config.rope_dim
+        q_THX = up_TE[:, : self.query_width].view(-1, config.num_heads, width)
+        nope_THN, rope_THR = q_THX[..., : config.nope_dim], q_THX[..., config.nope_dim :]
+        rotate_(rope_THR, step.angles_TR.unsqueeze(1))
+        return Query(nope_THN, rope_THR, index)
+
+    def _attend(self, q: Query, step: Step) -> Tensor:
+        """[T, H, V]: prompt chunks first, decodes after, as the batch orders them."""
+        batch, backend, plan = step.plan.batch, step.backend, step.plan
+        if not batch.num_decodes:
+            return backend.prefill(self.layer, q, plan)
+        if not batch.num_extends:
+            return backend.decode(self.layer, q, plan)
+        border, total = batch.num_extend_tokens, len(q.nope_THN)
+        extends_THV = backend.prefill(self.layer, q.rows(0, border), plan)
+        decodes_THV = backend.decode(self.layer, q.rows(border, total), plan)
+        return torch.cat((extends_THV, decodes_THV))

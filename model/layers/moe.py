@@ -1,0 +1,89 @@
+"""Mixture of experts: a sigmoid gate limited to the best groups, and grouped matrix products.
+
+Token-expert pairs are sorted by expert, so each expert sees its tokens as one block of rows and the
+whole layer is two grouped products, however many experts there are. Shared experts are appended to
+the routed ones as experts that everybody chooses with weight 1: a shared block of width s * I is
+the sum of s blocks of width I.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..config import MoeConfig
+from .linear import Allocator, linear
+from .mlp import silu_product
+
+
+class Gate:
+    """DeepSeek-V3's `noaux_tc` gate, in fp32. The bias decides who is chosen, never the weights."""
+
+    def __init__(self, moe: MoeConfig, hidden: int, allocate: Allocator) -> None:
+        self.weight_ED = allocate.fp32(moe.num_experts, hidden)
+        self.bias_E = allocate.fp32(moe.num_experts)
+        self.moe = moe
+
+    def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights (fp32) and ids of the chosen experts, each [T, K], best first."""
+        moe = self.moe
+        scores_TE = linear(x_TD.float(), self.weight_ED).sigmoid()
+        ranking_TE = scores_TE + self.bias_E
+        if moe.num_chosen_groups < moe.num_groups:
+            ranking_TE = self._best_groups_only(ranking_TE)
+        ids_TK = _descending(ranking_TE)[:, : moe.num_chosen]
+        weights_TK = scores_TE.gather(1, ids_TK)
+        if moe.normalise:
+            weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True).add_(1e-20)
+        return weights_TK * moe.scale, ids_TK
+
+    def _best_groups_only(self, ranking_TE: Tensor) -> Tensor:
+        """Scores with -inf outside the best groups; a group counts by the sum of its two best.
+
+        -inf and not 0: with every biased score below 0, a masked 0 would win.
+        """
+        moe = self.moe
+        grouped_TGE = ranking_TE.view(-1, moe.num_groups, moe.num_experts // moe.num_groups)
+        groups_TG = _descending(grouped_TGE.topk(2, dim=-1).values.sum(dim=-1))
+        left_out_TG = groups_TG[:, moe.num_chosen_groups :]
+        masked_TG = torch.zeros_like(groups_TG, dtype=torch.bool).scatter_(1, left_out_TG, True)
+        return grouped_TGE.masked_fill(masked_TG.unsqueeze(-1), float("-inf")).flatten(1)
+
+
+def _descending(scores: Tensor) -> Tensor:
+    """Indices by falling score; equal scores keep the lower index first, unlike torch.topk."""
+    return torch.sort(scores, dim=-1, descending=True, stable=True).indices
+
+
+class Moe:
+    """X = routed + shared experts. gate_up_XED: gate rows, then up rows; down_XDE."""
+
+    def __init__(self, moe: MoeConfig, hidden: int, allocate: Allocator) -> None:
+        self.moe = moe
+        self.gate = Gate(moe, hidden, allocate)
+        experts = moe.num_experts + moe.num_shared
+        self.gate_up_XED = allocate.weight(experts, 2 * moe.intermediate_size, hidden)
+        self.down_XDE = allocate.weight(experts, hidden, moe.intermediate_size)
+        self._experts_X = torch.arange(experts, device=allocate.device)
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        weights_TK, ids_TK = self.gate(x_TD)
+        shared_S = self._experts_X[self.moe.num_experts :]
+        ids_TK = torch.cat((ids_TK, shared_S.expand(len(x_TD), -1)), dim=1)
+        weights_TK = F.pad(weights_TK, (0, self.moe.num_shared), value=1.0)
+        return self._combine(self._experts(x_TD, ids_TK), weights_TK).to(x_TD.dtype)
+
+    def _experts(self, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
+        """The output of every chosen expert, [T, K, D]."""
+        chosen = ids_TK.shape[1]
+        sorted_P, order_P = torch.sort(ids_TK.flatten(), stable=True)
+        ends_X = torch.searchsorted(sorted_P, self._experts_X, right=True, out_int32=True)
+        rows_PD = x_TD.index_select(0, order_P // chosen)
+        middle_PE = F.grouped_mm(rows_PD, self.gate_up_XED.transpose(1, 2), offs=ends_X)
+        out_PD = F.grouped_mm(silu_product(middle_PE), self.down_XDE.transpose(1, 2), offs=ends_X)
+        # Back in the order of the pairs, so that each token's sum has one fixed order.
+        pairs_PD = torch.empty_like(out_PD).index_copy_(0, order_P, out_PD)
+        return pairs_PD.view(-1, chosen, x_TD.shape[1])
+
+    @staticmethod
+    def _combine(out_TKD: Tensor, weights_TK: Tensor) -> Tensor:
+        return (out_TKD * weights_TK.unsqueeze(-1)).sum(dim=1)

@@ -1,0 +1,40 @@
+"""RMSNorm and the index key's LayerNorm, with statistics in fp32."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .linear import Allocator
+
+# The norms of the query and key latents and of the index key use this whatever `rms_norm_eps` says
+# (transformers' DeepseekV3Attention); GLM and Moonlight, which set 1e-5, would show the difference.
+LATENT_EPS = 1e-6
+
+
+class RmsNorm:
+    """x / sqrt(mean(x^2) + eps) * weight."""
+
+    def __init__(self, width: int, eps: float, allocate: Allocator) -> None:
+        self.weight_D = allocate.weight(width)
+        self.eps = eps
+        self._scale = width**-0.5
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        x32_TD = x_TD.float()
+        # Four small kernels; the composite F.rms_norm takes twice as long on a CPU.
+        square_T1 = torch.linalg.vector_norm(x32_TD, dim=-1, keepdim=True).mul_(self._scale)
+        inverse_T1 = square_T1.square_().add_(self.eps).rsqrt_()
+        return (x32_TD * inverse_T1).to(x_TD.dtype) * self.weight_D
+
+
+class LayerNorm:
+    """The index key's norm: mean and variance, weight and bias, all in fp32."""
+
+    def __init__(self, width: int, allocate: Allocator) -> None:
+        self.weight_D = allocate.fp32(width)
+        self.bias_D = allocate.fp32(width)
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        shape = self.weight_D.shape
+        normed_TD = F.layer_norm(x_TD.float(), shape, self.weight_D, self.bias_D, LATENT_EPS)
+        return normed_TD.to(x_TD.dtype)
