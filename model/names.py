@@ -64,12 +64,9 @@ def unused_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     is none), the copy of a tied head, and rope tables that old checkpoints carry along.
     """
     first = config.num_layers
-    per_layer = _mtp_shapes(config)
-    shapes = {
-        f"model.layers.{first + i}.{name}": shape
-        for i in range(max(1, config.num_mtp_layers))
-        for name, shape in per_layer.items()
-    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    for index in range(first, first + max(1, config.num_mtp_layers)):
+        shapes |= mtp_shapes(config, index)
     for index in range(first):
         shapes[f"model.layers.{index}.self_attn.rotary_emb.inv_freq"] = (config.rope_dim // 2,)
     if config.tie_word_embeddings:
@@ -77,19 +74,20 @@ def unused_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _mtp_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def mtp_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
     """A decoder layer and what joins it to the next token's embedding (DeepSeek-V3, 2.2)."""
+    prefix = f"model.layers.{index}."
     allocate = Allocator(torch.float32, torch.device("meta"))
     hidden, vocab = config.hidden_size, config.vocab_size
-    layer = DecoderLayer(config, config.num_layers, config.moe is None, allocate)
-    shapes = {name: entry.shape for name, entry in _layer("", layer, config)}
+    layer = DecoderLayer(config, index, config.moe is None, allocate)
+    shapes = {name: entry.shape for name, entry in _layer(prefix, layer, config)}
     return shapes | {
-        "enorm.weight": (hidden,),
-        "hnorm.weight": (hidden,),
-        "eh_proj.weight": (hidden, 2 * hidden),
-        "shared_head.norm.weight": (hidden,),
-        "shared_head.head.weight": (vocab, hidden),
-        "embed_tokens.weight": (vocab, hidden),
+        f"{prefix}enorm.weight": (hidden,),
+        f"{prefix}hnorm.weight": (hidden,),
+        f"{prefix}eh_proj.weight": (hidden, 2 * hidden),
+        f"{prefix}shared_head.norm.weight": (hidden,),
+        f"{prefix}shared_head.head.weight": (vocab, hidden),
+        f"{prefix}embed_tokens.weight": (vocab, hidden),
     }
 
 
