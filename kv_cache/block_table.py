@@ -10,6 +10,11 @@ class BlockTable:
     page_size: int
     pages: list[int] = field(default_factory=list)
 
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit in the pages held now."""
+        return len(self.pages) * self.page_size
+
     def slots(self, start: int, stop: int) -> list[int]:
         """Cache slots of tokens start..stop-1; the table must reach that far."""
         size, pages = self.page_size, self.pages

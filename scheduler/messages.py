@@ -12,6 +12,7 @@ import msgspec
 from ..configs.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+ErrorKind = Literal["invalid", "overloaded", "internal"]
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
@@ -47,8 +48,11 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """What one step produced for one request.
 
-    `logprobs` runs parallel to `token_ids`. `prompt_logprobs` arrives once, before or with the
-    first token: one entry per prompt token but the first. `error` explains `finish_reason="error"`.
+    A stop id that ended the request is the last of `token_ids`. `logprobs` runs parallel to
+    `token_ids`. `prompt_logprobs` arrives once, with the first token (or with the end of a request
+    that asked for none): one entry per prompt token but the first. `error` explains
+    `finish_reason="error"`; its kind tells a request that can never be served (400), one that came
+    when the queue was full (503), and one that the engine failed to compute (500).
     """
 
     request_id: str
@@ -57,6 +61,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    error_kind: ErrorKind | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True):

@@ -1,0 +1,125 @@
+"""The loop that everything else serves: receive, schedule, launch, commit, send.
+
+What a failure costs: an exception while a step is computed costs the requests of that step, which
+end with "error" and give their pages back; the others go on. A second failed step in a row, or an
+exception in the bookkeeping itself, costs the engine: nothing after it could be trusted.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+from .admission import DuplicateId, Overloaded, Refused
+from .batch import Result, Step
+from .launch import Runner, launch
+from .messages import (
+    Abort,
+    Command,
+    Event,
+    Heartbeat,
+    Outputs,
+    RequestOutput,
+    Shutdown,
+    Submit,
+)
+from .scheduler import Scheduler
+
+HEARTBEAT_SECONDS = 0.2
+STEP_FAILED = "the engine failed to compute the step that this request was part of"
+
+_log = logging.getLogger(__name__)
+
+
+class Link(Protocol):
+    """The engine's end of the channel."""
+
+    def receive(self, timeout: float) -> list[Command]:
+        """All commands that are here; waits up to `timeout` seconds for the first."""
+        ...
+
+    def send(self, event: Event) -> None: ...
+
+
+class Watchdog(Protocol):
+    """Ends the process when `restart` was not called for too long."""
+
+    def restart(self) -> None: ...
+
+
+class EngineBroken(RuntimeError):
+    """The engine cannot go on; the text is for the operator."""
+
+
+class Engine:
+    """Requests in, tokens out, until Shutdown."""
+
+    def __init__(
+        self, runner: Runner, scheduler: Scheduler, link: Link, watchdog: Watchdog
+    ) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._link = link
+        self._watchdog = watchdog
+        self._failure: Exception | None = None
+
+    def run(self) -> None:
+        """Serve until Shutdown arrives; raises EngineBroken when two steps in a row fail."""
+        while True:
+            self._watchdog.restart()
+            outputs = self._receive()
+            if outputs is None:
+                return
+            step = self._scheduler.schedule()
+            if step:
+                results = self._launch(step)
+                outputs += self._commit(step, results)
+            self._send(step, outputs)
+
+    def _receive(self) -> list[RequestOutput] | None:
+        """Take in commands, waiting only when there is nothing else to do; None for Shutdown."""
+        self._scheduler.check_idle()
+        timeout = 0.0 if self._scheduler.has_work else HEARTBEAT_SECONDS
+        outputs: list[RequestOutput | None] = []
+        for command in self._link.receive(timeout):
+            match command:
+                case Submit():
+                    outputs.append(self._submit(command))
+                case Abort(request_id):
+                    outputs.append(self._scheduler.abort(request_id))
+                case Shutdown():
+                    return None
+        return [output for output in outputs if output is not None]
+
+    def _submit(self, submit: Submit) -> RequestOutput | None:
+        try:
+            self._scheduler.add(submit)
+        except DuplicateId as error:
+            # An answer under this id would end the stream of the request that owns it.
+            _log.error("dropped a request: %s", error)
+        except Refused as error:
+            kind = "overloaded" if isinstance(error, Overloaded) else "invalid"
+            return RequestOutput(submit.request_id, [], "error", error=str(error), error_kind=kind)
+        return None
+
+    def _launch(self, step: Step) -> Sequence[Result] | None:
+        """Compute the step; None if that raised."""
+        try:
+            results = launch(self._runner, step)
+        except Exception as error:
+            _log.exception("a step of %d requests failed", len(step.work))
+            if self._failure is not None:
+                raise EngineBroken(f"two steps in a row failed, the last with {error!r}") from error
+            self._failure = error
+            return None
+        self._failure = None
+        return results
+
+    def _commit(self, step: Step, results: Sequence[Result] | None) -> list[RequestOutput]:
+        if results is None:
+            return self._scheduler.fail(step, STEP_FAILED)
+        return self._scheduler.commit(step, results)
+
+    def _send(self, step: Step, outputs: list[RequestOutput]) -> None:
+        stats = self._scheduler.stats()
+        busy = step or outputs
+        self._link.send(Outputs(outputs, stats) if busy else Heartbeat(stats))

@@ -1,0 +1,181 @@
+"""The engine process as the API process sees it: start it, talk to it, notice its death.
+
+Nothing here imports torch, so the API process never does. The engine is a spawned child that
+ignores SIGINT and SIGTERM: Ctrl-C and service supervisors signal the whole group, and how running
+requests end is for the API process to decide. It leaves when it is told to, when it breaks, or when
+its parent is gone.
+"""
+
+import asyncio
+import atexit
+import multiprocessing
+import multiprocessing.resource_tracker
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+
+from ..configs.engine import EngineConfig
+from .channel import ApiLink
+from .messages import Command, Event, Shutdown
+
+# After the engine's death its last words may still be on the way.
+LAST_WORDS_SECONDS = 0.1
+
+Target = Callable[[str, EngineConfig], None]
+
+
+class EngineDied(Exception):
+    """The engine process has ended and everything it said was read."""
+
+    def __init__(self, exitcode: int | None) -> None:
+        super().__init__(f"the engine process has ended with exit code {exitcode}")
+        self.exitcode = exitcode
+
+
+class EngineProcess:
+    """A running engine; made by `start`, given up by `stop` or `close`.
+
+    Events come in this order: Loaded, Ready, then Outputs and Heartbeats; Failed may come at any
+    time and is the last. `send` may be called from anywhere in the thread of the event loop.
+    """
+
+    def __init__(self, process: SpawnProcess, directory: Path) -> None:
+        """Use `start`."""
+        self._process = process
+        self._directory = directory
+        self._link = ApiLink(directory)
+        self._gone: asyncio.Future[None] | None = None
+        self._closed = False
+        atexit.register(self.close)
+
+    @classmethod
+    def start(cls, config: EngineConfig, target: Target | None = None) -> "EngineProcess":
+        """Spawn the engine and return at once; what becomes of it is told by its events.
+
+        target: what the child runs; tests hand over an engine of their own.
+        """
+        directory = Path(tempfile.mkdtemp(prefix="minidsa-"))
+        process = multiprocessing.get_context("spawn").Process(
+            target=target or _serve,
+            args=(str(directory), config),
+            name="minidsa-engine",
+        )
+        try:
+            _start_without_signals(process)
+            return cls(process, directory)
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._closed and self._process.is_alive()
+
+    @property
+    def exitcode(self) -> int | None:
+        """None while the engine runs; negative if a signal ended it."""
+        return self._process.exitcode
+
+    def send(self, command: Command) -> None:
+        """Hand a command to the engine; never waits, and is without effect once it is gone."""
+        if not self._closed:
+            self._link.send(command)
+
+    async def recv(self) -> Event:
+        """The next event; raises EngineDied when there will be none any more.
+
+        One reader at a time. May be cancelled without losing an event.
+        """
+        event = await self._link.receive(self._watch(), LAST_WORDS_SECONDS)
+        if event is None:
+            raise EngineDied(self._reap())
+        return event
+
+    async def wait(self) -> int | None:
+        """Wait for the end of the process; returns its exit code."""
+        await asyncio.wait((self._watch(),))
+        return self._reap()
+
+    async def stop(self, timeout: float = 5.0) -> int | None:
+        """Ask the engine to leave, end it after `timeout` seconds; returns its exit code."""
+        self.send(Shutdown())
+        await asyncio.wait((self._watch(),), timeout=timeout)
+        self.close()
+        return self.exitcode
+
+    def close(self) -> None:
+        """End the engine at once and remove its directory; safe to call again."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        if self._gone is not None and not self._gone.done():
+            self._gone.get_loop().remove_reader(self._process.sentinel)
+            self._gone.cancel()
+        self._process.kill()
+        self._process.join()
+        self._link.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _watch(self) -> "asyncio.Future[None]":
+        """Done when the process has ended."""
+        if self._gone is None:
+            loop = asyncio.get_running_loop()
+            gone = self._gone = loop.create_future()
+
+            def notice() -> None:
+                loop.remove_reader(self._process.sentinel)
+                gone.set_result(None)
+
+            loop.add_reader(self._process.sentinel, notice)
+        return self._gone
+
+    def _reap(self) -> int | None:
+        # The sentinel fires when the process closes its files, an instant before it can be reaped.
+        self._process.join(timeout=1.0)
+        return self._process.exitcode
+
+
+def make_checkpoint(directory: str, seed: int) -> None:
+    """Write a small random checkpoint; in a child, so that torch stays out of this process.
+
+    Raises RuntimeError if the child fails; its message is on stderr.
+    """
+    process = multiprocessing.get_context("spawn").Process(
+        target=_make_checkpoint, args=(directory, seed)
+    )
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise RuntimeError(f"no checkpoint was written to {directory}")
+
+
+def _start_without_signals(process: SpawnProcess) -> None:
+    """Start with SIGINT and SIGTERM held back, so none reaches the child before it ignores them."""
+    # It starts on first use, and unblocks both signals when it does: before, not in between.
+    multiprocessing.resource_tracker.ensure_running()
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+
+def _serve(directory: str, config: EngineConfig) -> None:
+    from ..model.runner import load_runner  # noqa: PLC0415 - torch belongs to the child alone
+    from .worker import serve  # noqa: PLC0415 - the same
+
+    serve(directory, config, load_runner)
+
+
+def _make_checkpoint(directory: str, seed: int) -> None:
+    from ..model.make_checkpoint import make_checkpoint  # noqa: PLC0415 - the same
+
+    make_checkpoint(Path(directory), seed)

@@ -1,0 +1,134 @@
+"""One request inside the engine: its tokens, its pages and where it stands.
+
+State and phase are explicit. What a request may do next is never guessed from what it happens to
+hold: a preempted request has outputs and yet must be computed from its first token again.
+"""
+
+import enum
+from collections.abc import Sequence
+
+from ..configs.sampling import SamplingParams
+from ..kv_cache.block_table import BlockTable
+from .messages import FinishReason, TokenLogprobs
+
+
+class State(enum.Enum):
+    """Where a request stands; each has exactly one state and ends in FINISHED once."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class Phase(enum.Enum):
+    """What a running request computes: known tokens in chunks, or its newest token."""
+
+    EXTEND = "extend"
+    DECODE = "decode"
+
+
+_TRANSITIONS = frozenset(
+    {
+        (State.WAITING, State.RUNNING),
+        (State.RUNNING, State.PREEMPTED),
+        (State.PREEMPTED, State.RUNNING),
+        (State.WAITING, State.FINISHED),
+        (State.RUNNING, State.FINISHED),
+        (State.PREEMPTED, State.FINISHED),
+    }
+)
+
+
+class IllegalTransition(RuntimeError):
+    """The books are wrong: a request was moved to a state it cannot reach from where it is."""
+
+
+class Request:
+    """Prompt and outputs, how far they are computed, and the pages that hold their rows.
+
+    `arrival` orders requests by age. `num_tokens` counts prompt and outputs. Of those tokens the
+    first `num_computed` are in the cache; the newest output never is before it was computed itself.
+    """
+
+    __slots__ = (
+        "arrival",
+        "finish_reason",
+        "num_computed",
+        "num_tokens",
+        "output_ids",
+        "params",
+        "phase",
+        "prompt_ids",
+        "prompt_scores",
+        "request_id",
+        "state",
+        "table",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        arrival: int,
+        page_size: int,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_ids = prompt_ids
+        self.params = params
+        self.arrival = arrival
+        self.state = State.WAITING
+        self.phase = Phase.EXTEND
+        self.output_ids: list[int] = []
+        self.num_tokens = len(prompt_ids)
+        self.num_computed = 0
+        self.table = BlockTable(page_size)
+        self.prompt_scores: list[TokenLogprobs] = []
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def wants_prompt_scores(self) -> bool:
+        """Prompt logprobs leave with the first token; recomputing the prompt does not repeat them.
+
+        A request that asks for no tokens at all finishes when its scores are complete.
+        """
+        return self.params.prompt_logprobs is not None and not self.output_ids
+
+    def tokens(self, start: int, stop: int) -> Sequence[int]:
+        """Tokens start..stop-1 of prompt and outputs together."""
+        split = len(self.prompt_ids)
+        if stop <= split:
+            return self.prompt_ids[start:stop]
+        outputs = self.output_ids[max(start - split, 0) : stop - split]
+        return [*self.prompt_ids[start:], *outputs] if start < split else outputs
+
+    def admit(self) -> None:
+        """Start, or start again after a preemption: all known tokens are to be computed."""
+        self._move(State.RUNNING)
+
+    def preempt(self) -> None:
+        """Lose every computed row; the caller takes the pages."""
+        self._move(State.PREEMPTED)
+        self.phase = Phase.EXTEND
+        self.num_computed = 0
+        if self.wants_prompt_scores:
+            self.prompt_scores.clear()
+
+    def finish(self, reason: FinishReason) -> None:
+        """End for good; the caller takes the pages."""
+        self._move(State.FINISHED)
+        self.finish_reason = reason
+
+    def append(self, token_id: int) -> None:
+        """Take a sampled token; from here on the request decodes."""
+        self.output_ids.append(token_id)
+        self.num_tokens += 1
+        self.phase = Phase.DECODE
+
+    def _move(self, state: State) -> None:
+        if (self.state, state) not in _TRANSITIONS:
+            raise IllegalTransition(
+                f"request {self.request_id}: {self.state.value} to {state.value}"
+            )
+        self.state = state

@@ -1,0 +1,246 @@
+"""Decides what the next step computes, and keeps the books of requests and pages.
+
+Pure bookkeeping on lists and integers, without tensors. Three rules make it free of dead-lock:
+
+- A request enters only when pages for all its known tokens are free, and takes them at once, so a
+  prompt that was begun can be finished. One page for each running request stays free at that
+  moment, so the newcomer is not thrown out again by the next token of an older one.
+- When a decode finds no page, the youngest running request gives its own back and is computed again
+  later. The oldest is never the victim of another, so it always advances.
+- No request may hold more tokens than all pages together, so the oldest alone always fits. One that
+  was meant to be longer finishes with "length" there.
+"""
+
+from bisect import insort
+from collections.abc import Sequence
+
+from ..configs.engine import SchedulerConfig
+from ..kv_cache.cache import KvCache
+from .admission import DuplicateId, Limits, Overloaded
+from .batch import Result, Score, Step, Work
+from .messages import EngineStats, FinishReason, RequestOutput, Submit, TokenLogprobs
+from .policy import FcfsQueue, age
+from .request import Phase, Request, State
+from .stats import Counters
+
+
+class Scheduler:
+    """Requests from `add` to their one final output, and the pages they hold meanwhile."""
+
+    def __init__(
+        self, config: SchedulerConfig, cache: KvCache, max_model_len: int, vocab_size: int
+    ) -> None:
+        """`config.max_num_batched_tokens` must be resolved and cover every running request."""
+        budget = config.max_num_batched_tokens
+        if budget is None or budget < config.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({budget}) must be at least "
+                f"max_num_seqs ({config.max_num_seqs})"
+            )
+        self.cache = cache
+        self.limits = Limits(min(max_model_len, cache.num_tokens), vocab_size)
+        self.counters = Counters()
+        self.running: list[Request] = []  # oldest first
+        self.queue = FcfsQueue()
+        self._budget = budget
+        self._config = config
+        self._alive: dict[str, Request] = {}
+        self._arrivals = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._alive)
+
+    def add(self, submit: Submit) -> None:
+        """Queue a request; raises DuplicateId, or Refused with the reason for its sender."""
+        if submit.request_id in self._alive:
+            raise DuplicateId(f"request id {submit.request_id!r} is in use")
+        self.limits.verify(submit)
+        if self.queue.num_new >= self._config.max_queue:
+            raise Overloaded(f"{self.queue.num_new} requests are waiting already")
+        self._arrivals += 1
+        request = Request(
+            submit.request_id,
+            submit.prompt_ids,
+            submit.params,
+            self._arrivals,
+            self.cache.page_size,
+        )
+        self._alive[request.request_id] = request
+        self.queue.add(request)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request wherever it stands; None for an id that is unknown or finished."""
+        request = self._alive.get(request_id)
+        return None if request is None else self._end(request, "abort")
+
+    def schedule(self) -> Step:
+        """Form the next step: every decode, then prompt chunks as far as the budget goes."""
+        decodes = self._decodes()
+        budget = self._budget - len(decodes)
+        extends: list[Work] = []
+        for request in self.running:
+            if request.phase is Phase.EXTEND and budget > 0:
+                budget -= self._chunk(request, budget, extends)
+        while budget > 0 and (request := self._admit()) is not None:
+            budget -= self._chunk(request, budget, extends)
+        return Step(extends + decodes, len(extends))
+
+    def commit(self, step: Step, results: Sequence[Result]) -> list[RequestOutput]:
+        """Book one result for each work of `step`; returns what there is to send."""
+        self.counters.num_steps += 1
+        outputs = []
+        for work, result in zip(step.work, results, strict=True):
+            request = work.request
+            request.num_computed = work.start + work.num_tokens
+            if result.error is not None:
+                outputs.append(self._end(request, "error", result.error))
+                continue
+            if request.wants_prompt_scores:
+                request.prompt_scores.extend(map(_logprobs, result.prompt_logprobs))
+            if work.samples:
+                outputs.append(self._take_token(request, result))
+            elif request.num_computed == request.num_tokens:
+                # Nothing was to be generated: the prompt's scores are the whole answer.
+                self.counters.num_prompt_tokens += request.num_tokens
+                outputs.append(self._end(request, "length"))
+        return outputs
+
+    def fail(self, step: Step, reason: str) -> list[RequestOutput]:
+        """End every request of a step whose computation raised; their rows are void."""
+        return [self._end(work.request, "error", reason) for work in step.work]
+
+    def preempt_youngest(self) -> Request:
+        """Take seat and pages from the youngest running request; it is computed again later."""
+        victim = self.running.pop()
+        self.cache.release(victim.table)
+        victim.preempt()
+        self.queue.add(victim)
+        self.counters.num_preemptions += 1
+        return victim
+
+    def check(self) -> None:
+        """Raise RuntimeError unless pages, requests and limits agree (invariants of the tests)."""
+        self.cache.check(request.table for request in self._alive.values())
+        running = [r for r in self._alive.values() if r.state is State.RUNNING]
+        if len(running) != len(self.running) or len(running) + len(self.queue) != len(self._alive):
+            raise RuntimeError("a request is lost or stands in two places")
+        for request in self._alive.values():
+            known = request.num_computed if request.phase is Phase.DECODE else request.num_tokens
+            tokens = known if request.state is State.RUNNING else 0
+            if len(request.table.pages) != self.cache.pages_for(tokens):
+                raise RuntimeError(f"request {request.request_id} holds pages it does not need")
+
+    def check_idle(self) -> None:
+        """Raise RuntimeError if pages are missing although no request is alive."""
+        pool = self.cache.pool
+        if not self._alive and pool.num_free != pool.num_pages:
+            raise RuntimeError(f"idle, yet {pool.num_pages - pool.num_free} pages are not free")
+
+    def stats(self) -> EngineStats:
+        pool, counters = self.cache.pool, self.counters
+        return EngineStats(
+            num_running=len(self.running),
+            num_waiting=len(self.queue),
+            num_pages=pool.num_pages,
+            num_free_pages=pool.num_free,
+            num_steps=counters.num_steps,
+            num_prompt_tokens=counters.num_prompt_tokens,
+            num_generation_tokens=counters.num_generation_tokens,
+            num_preemptions=counters.num_preemptions,
+        )
+
+    def _decodes(self) -> list[Work]:
+        """One token of every decoding request, oldest first; short pages cost the youngest its run.
+
+        Victims are taken from the end of the list that is walked from the front, so none of them
+        has work in this step yet.
+        """
+        works = []
+        for request in self.running:
+            if request.phase is Phase.DECODE:
+                start = request.num_computed
+                if start >= request.table.capacity and not self._make_room(request):
+                    break
+                works.append(Work(request, start, 1, True))
+        return works
+
+    def _make_room(self, request: Request) -> bool:
+        """Find a page for the next token; False if `request` itself had to give way."""
+        while not self.cache.grow(request.table, request.num_tokens):
+            if self.preempt_youngest() is request:
+                return False
+        return True
+
+    def _admit(self) -> Request | None:
+        """Start the request at the head of the queue if a seat and its pages are free."""
+        request = self.queue.head()
+        if request is None or len(self.running) >= self._config.max_num_seqs:
+            return None
+        needed = self.cache.pages_for(request.num_tokens) + len(self.running)
+        if needed > self.cache.pool.num_free:
+            return None
+        self.queue.pop()
+        request.admit()
+        self.cache.grow(request.table, request.num_tokens)
+        insort(self.running, request, key=age)
+        return request
+
+    def _chunk(self, request: Request, budget: int, extends: list[Work]) -> int:
+        """Add the next chunk of an extending request; returns how many tokens it has."""
+        start = request.num_computed
+        size = min(request.num_tokens - start, budget)
+        last = start + size == request.num_tokens
+        extends.append(Work(request, start, size, last and request.params.max_tokens > 0))
+        return size
+
+    def _take_token(self, request: Request, result: Result) -> RequestOutput:
+        token = result.token_id
+        if token is None:
+            raise RuntimeError(f"no token was sampled for request {request.request_id}")
+        first = not request.output_ids
+        request.append(token)
+        self.counters.num_generation_tokens += 1
+        self.counters.num_prompt_tokens += len(request.prompt_ids) if first else 0
+        reason = self._finish_reason(request, token)
+        if reason is not None:
+            self._retire(request, reason)
+        wants_prompt = first and request.params.prompt_logprobs is not None
+        return RequestOutput(
+            request.request_id,
+            [token],
+            reason,
+            None if result.logprobs is None else [_logprobs(result.logprobs)],
+            request.prompt_scores if wants_prompt else None,
+        )
+
+    def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
+        params, count = request.params, len(request.output_ids)
+        if token in params.stop_token_ids and count > params.min_tokens:
+            return "stop"
+        if count >= params.max_tokens or request.num_tokens >= self.limits.max_tokens:
+            return "length"
+        return None
+
+    def _end(
+        self, request: Request, reason: FinishReason, error: str | None = None
+    ) -> RequestOutput:
+        """Finish a request without a further token."""
+        if request.state is not State.RUNNING:
+            self.queue.remove(request)
+        wants_prompt = reason == "length" and request.params.prompt_logprobs is not None
+        scores = request.prompt_scores if wants_prompt else None
+        self._retire(request, reason)
+        kind = None if error is None else "internal"
+        return RequestOutput(request.request_id, [], reason, None, scores, error, kind)
+
+    def _retire(self, request: Request, reason: FinishReason) -> None:
+        if request.state is State.RUNNING:
+            self.running.remove(request)
+        self.cache.release(request.table)
+        request.finish(reason)
+        del self._alive[request.request_id]
+
+
+def _logprobs(score: Score) -> TokenLogprobs:
+    return TokenLogprobs(score.logprob, score.rank, score.top_ids, score.top_logprobs)

@@ -1,0 +1,163 @@
+"""What the engine process does from its first line to its last.
+
+The order of a start is fixed: load (which reads and checks every header before any weight), say
+what was loaded, compute a real prefill and a real decode, and only then say that requests may come.
+Whatever goes wrong reaches the operator as one line; a traceback is kept for what is a bug.
+"""
+
+import dataclasses
+import faulthandler
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import msgspec
+
+from ..configs.engine import EngineConfig
+from ..configs.sampling import SamplingParams
+from ..kv_cache.cache import KvCache
+from .channel import EngineLink
+from .engine import Engine, EngineBroken
+from .launch import Runner, launch
+from .messages import EngineInfo, Failed, Loaded, Ready, Submit
+from .scheduler import Scheduler
+
+WARM_UP_TOKENS = 16
+
+_log = logging.getLogger(__name__)
+
+
+class LoadedInfo(Protocol):
+    """A dataclass with the fields of `messages.EngineInfo`."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+class LoadedEngine(Protocol):
+    """A checkpoint on its device, ready to compute."""
+
+    @property
+    def runner(self) -> Runner: ...
+    @property
+    def kv_cache(self) -> KvCache: ...
+    @property
+    def info(self) -> LoadedInfo: ...
+
+
+Loader = Callable[[EngineConfig], LoadedEngine]
+
+
+class StartRefused(Exception):
+    """The settings or the checkpoint cannot be served; the text is for the operator."""
+
+
+def serve(directory: str, config: EngineConfig, load: Loader) -> None:
+    """Run the engine until it is told to leave; exits with 1 if it cannot start or go on."""
+    logging.basicConfig(format="%(levelname)s: engine: %(message)s", level=logging.INFO)
+    # A log that cannot be written must not disturb the serving.
+    logging.raiseExceptions = False
+    faulthandler.enable()
+    _ignore_signals()
+    _follow_parent(Path(directory))
+    link = EngineLink(Path(directory))
+    try:
+        _run(link, config, load)
+    except (StartRefused, EngineBroken) as error:
+        _fail(link, str(error))
+    except Exception as error:
+        _log.exception("the engine cannot go on")
+        _fail(link, f"{type(error).__name__}: {error}")
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        link.close()
+
+
+def _run(link: EngineLink, config: EngineConfig, load: Loader) -> None:
+    try:
+        loaded = load(config)
+    except (ValueError, OSError) as error:
+        raise StartRefused(str(error)) from error
+    info = msgspec.convert(dataclasses.asdict(loaded.info), EngineInfo)
+    link.send(Loaded(info))
+    warm_up(loaded.runner, _scheduler(config, info, loaded.kv_cache))
+    scheduler = _scheduler(config, info, loaded.kv_cache)
+    scheduler.check_idle()
+    link.send(Ready())
+    Engine(loaded.runner, scheduler, link, HangWatchdog(config.hang_timeout)).run()
+
+
+def _scheduler(config: EngineConfig, info: EngineInfo, cache: KvCache) -> Scheduler:
+    limits = dataclasses.replace(
+        config.scheduler,
+        max_num_seqs=info.max_num_seqs,
+        max_num_batched_tokens=info.max_num_batched_tokens,
+    )
+    return Scheduler(limits, cache, info.max_model_len, info.vocab_size)
+
+
+def warm_up(runner: Runner, scheduler: Scheduler) -> None:
+    """Generate two tokens, one by prefill and one by decode; raises EngineBroken on a bad row."""
+    longest = scheduler.limits.max_tokens
+    length = max(1, min(WARM_UP_TOKENS, longest - 2))
+    # Where the context holds no more than two tokens, the prefill is all there is.
+    params = SamplingParams(max_tokens=2, seed=0, temperature=0.0)
+    scheduler.add(Submit("warm-up", [0] * length, params))
+    while step := scheduler.schedule():
+        for output in scheduler.commit(step, launch(runner, step)):
+            if output.error is not None:
+                raise EngineBroken(f"the warm-up pass failed: {output.error}")
+
+
+class HangWatchdog:
+    """Ends the process with every thread's stack on stderr when `restart` stays away for long.
+
+    The timer lives in C and needs no interpreter lock, so it also sees a thread that never lets go
+    of it. Re-arming it costs a thread, hence only after a tenth of `timeout`: a step is cut off
+    between 0.9 and 1.0 of `timeout` seconds.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._armed = float("-inf")
+
+    def restart(self) -> None:
+        now = time.monotonic()
+        if now - self._armed >= self._timeout / 10:
+            self._armed = now
+            faulthandler.dump_traceback_later(self._timeout, exit=True)
+
+
+def _ignore_signals() -> None:
+    """How running requests end is for the API process to decide; see `process`."""
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+
+
+def _follow_parent(directory: Path) -> None:
+    """Leave as soon as the API process is gone, whatever the engine is doing."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        shutil.rmtree(directory, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="follow-parent", daemon=True).start()
+
+
+def _fail(link: EngineLink, message: str) -> None:
+    link.send(Failed(" ".join(message.split())))
+    sys.exit(1)

@@ -1,0 +1,230 @@
+"""An engine without a model: its next token is a hash of the tokens it can see through the pages.
+
+The fake runner keeps the token ids of every slot. What it generates depends on each token of the
+request as read back through the block table, so a page that was lost, shared by mistake or not
+recomputed shows up as a wrong token. `expected` computes the same without any cache.
+
+Faults are one plan object that a test hands over when it builds an engine.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from minidsa.configs.engine import EngineConfig, SchedulerConfig
+from minidsa.configs.sampling import SamplingParams
+from minidsa.kv_cache.cache import KvCache
+from minidsa.kv_cache.pool import PagePool
+from minidsa.model.logprobs import TokenScore
+from minidsa.model.runner import NON_FINITE, SequenceInput, SequenceOutput
+from minidsa.scheduler.batch import Step
+from minidsa.scheduler.messages import Submit
+from minidsa.scheduler.scheduler import Scheduler
+from minidsa.scheduler.worker import serve
+
+VOCAB = 512
+POISON = -1  # what a slot holds when nobody may read it
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """FNV-1a over the tokens: order matters, and so does each of them."""
+    state = 0xCBF29CE484222325
+    for token in tokens:
+        state = ((state ^ (token + 1)) * 0x100000001B3) & (1 << 64) - 1
+    return (state >> 20) % VOCAB
+
+
+def expected(prompt: Sequence[int], count: int) -> list[int]:
+    """`count` outputs of a request that runs alone, to its end, without a cache."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def score(token: int, num_top: int) -> TokenScore:
+    return TokenScore(-float(token), token + 1, list(range(num_top)), [0.0] * num_top)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Faults of a run; steps count from 1, the warm-up's included.
+
+    hang_step never returns; poison_token makes every row that sees it non-finite.
+    """
+
+    fail_steps: frozenset[int] = frozenset()
+    fail_forever_from: int | None = None
+    hang_step: int | None = None
+    delay: float = 0.0
+    poison_token: int | None = None
+
+
+class PoisoningPool(PagePool):
+    """A pool that makes the rows of a page unreadable the moment the page is free."""
+
+    def __init__(self, num_pages: int, page_size: int, slots: list[int]) -> None:
+        super().__init__(num_pages)
+        self._page_size = page_size
+        self._slots = slots
+
+    def release(self, pages: Sequence[int]) -> None:
+        super().release(pages)
+        for page in pages:
+            if page in self._free:
+                start = page * self._page_size
+                self._slots[start : start + self._page_size] = [POISON] * self._page_size
+
+
+class FakeRunner:
+    """Stores token ids where a model stores rows, and refuses to read what was never written."""
+
+    def __init__(self, num_pages: int, page_size: int, plan: Plan | None = None) -> None:
+        self.slots = [POISON] * ((num_pages + 1) * page_size)
+        self.page_size = page_size
+        self.plan = plan or Plan()
+        self.num_steps = 0
+        self.batches: list[list[int]] = []  # tokens of each work, step by step
+
+    def cache(self) -> KvCache:
+        """Bookkeeping for these slots, which poisons what it frees."""
+        num_pages = len(self.slots) // self.page_size - 1
+        cache = KvCache(num_pages, self.page_size)
+        cache.pool = PoisoningPool(num_pages, self.page_size, self.slots)
+        return cache
+
+    def run(self, sequences: Sequence[SequenceInput], num_extends: int) -> list[SequenceOutput]:
+        self.num_steps += 1
+        self._misbehave()
+        lengths = [len(s.token_ids) for s in sequences]
+        assert all(length == 1 for length in lengths[num_extends:])
+        self.batches.append(lengths)
+        for sequence in sequences:
+            for i, token in enumerate(sequence.token_ids, sequence.context_len):
+                self.slots[self._slot(sequence, i)] = token
+        return [self._output(sequence) for sequence in sequences]
+
+    def _misbehave(self) -> None:
+        plan = self.plan
+        time.sleep(plan.delay)
+        if self.num_steps == plan.hang_step:
+            time.sleep(3600)
+        forever = plan.fail_forever_from
+        if self.num_steps in plan.fail_steps or (forever and self.num_steps >= forever):
+            raise RuntimeError(f"planned failure of step {self.num_steps}")
+
+    def _slot(self, sequence: SequenceInput, position: int) -> int:
+        page = sequence.pages[position // self.page_size]
+        assert page > 0, "page 0 belongs to nobody"
+        return page * self.page_size + position % self.page_size
+
+    def _output(self, sequence: SequenceInput) -> SequenceOutput:
+        stop = sequence.context_len + len(sequence.token_ids)
+        seen = [self.slots[self._slot(sequence, i)] for i in range(stop)]
+        assert POISON not in seen, "a row was read that nobody wrote"
+        tops = sequence.num_prompt_logprobs
+        prompt_logprobs = [score(token, tops) for token in sequence.prompt_targets]
+        if sequence.sample is None:
+            return SequenceOutput(prompt_logprobs=prompt_logprobs)
+        if self.plan.poison_token in seen:
+            return SequenceOutput(error=NON_FINITE)
+        params = sequence.sample.params
+        token = next_token(seen)
+        top = params.logprobs
+        return SequenceOutput(token, None if top is None else score(token, top), prompt_logprobs)
+
+
+class PreemptingScheduler(Scheduler):
+    """Throws the youngest request out every `every` steps, whether pages are short or not."""
+
+    every = 0
+    _turns = 0
+
+    def schedule(self) -> Step:
+        self._turns += 1
+        if self.every and self._turns % self.every == 0 and self.running:
+            self.preempt_youngest()
+        return super().schedule()
+
+
+def submit(
+    request_id: str, prompt: Sequence[int], max_tokens: int = 8, **settings: object
+) -> Submit:
+    params = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, **settings)  # type: ignore[arg-type]
+    return Submit(request_id, list(prompt), params)
+
+
+@dataclass(frozen=True)
+class FakeInfo:
+    """The fields of messages.EngineInfo, as the loader of a checkpoint fills them."""
+
+    max_model_len: int
+    page_size: int
+    num_cache_tokens: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    model_type: str = "fake"
+    vocab_size: int = VOCAB
+    eos_token_ids: list[int] = field(default_factory=lambda: [0])
+    num_parameters: int = 0
+    weight_bytes: int = 0
+    dtype: str = "float32"
+    device: str = "cpu"
+    attention_backend: str = "none"
+    cache_bytes_per_token: int = 4
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class FakeLoaded:
+    runner: FakeRunner
+    kv_cache: KvCache
+    info: FakeInfo
+
+
+@dataclass(frozen=True)
+class FakeTarget:
+    """What a spawned engine process runs instead of a model: EngineProcess.start(config, target)"""
+
+    plan: Plan = Plan()
+    refuse: str | None = None
+    crash: str | None = None
+
+    def __call__(self, directory: str, config: EngineConfig) -> None:
+        serve(directory, config, self.load)
+
+    def load(self, config: EngineConfig) -> FakeLoaded:
+        if self.refuse:
+            raise ValueError(self.refuse)
+        if self.crash:
+            raise RuntimeError(self.crash)
+        page_size, num_pages = config.cache.page_size or 4, config.cache.num_pages or 64
+        runner = FakeRunner(num_pages, page_size, self.plan)
+        info = FakeInfo(
+            max_model_len=config.max_model_len or 128,
+            page_size=page_size,
+            num_cache_tokens=num_pages * page_size,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens or 64,
+        )
+        return FakeLoaded(runner, runner.cache(), info)
+
+
+def make_scheduler(
+    runner: FakeRunner,
+    *,
+    budget: int = 64,
+    seats: int = 8,
+    queue: int = 64,
+    max_model_len: int = 512,
+    preempt_every: int = 0,
+) -> PreemptingScheduler:
+    config = SchedulerConfig(max_num_seqs=seats, max_num_batched_tokens=budget, max_queue=queue)
+    scheduler = PreemptingScheduler(config, runner.cache(), max_model_len, VOCAB)
+    scheduler.every = preempt_every
+    return scheduler
+
+
+def directory_is_private(path: Path) -> bool:
+    return path.stat().st_mode & 0o777 == 0o700
