@@ -179,7 +179,7 @@ def _read_moe(keys: Keys) -> MoeConfig:
     groups = keys.integer("n_group", 1, experts)
     if experts % groups or (groups > 1 and experts // groups < 2):
         raise keys.fail(
-            "n_group", groups, f"does not split {experts} experts in groups of 2 or more"
+            "n_group", groups, f"does not split n_routed_experts = {experts} in groups of 2 or more"
         )
     chosen_groups = keys.integer("topk_group", 1, groups)
     eligible = experts // groups * chosen_groups

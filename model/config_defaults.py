@@ -49,7 +49,6 @@ _DEEPSEEK_V3 = _COMMON | {
     "eos_token_id": 1,
 }
 DEFAULTS: Mapping[str, Mapping[str, object]] = {
-    "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v32": _DEEPSEEK_V3
     | {
         "max_position_embeddings": 163840,
@@ -58,6 +57,7 @@ DEFAULTS: Mapping[str, Mapping[str, object]] = {
         "index_topk": 2048,
         "indexer_rope_interleave": False,
     },
+    "deepseek_v3": _DEEPSEEK_V3,
     # No class of transformers knows kimi_k2, so there is nothing to fall back on.
     "kimi_k2": _COMMON,
 }

@@ -32,7 +32,9 @@ def run(tensors: Mapping[str, Tensor], config: Mapping[str, Any], token_ids: lis
         layer = _Layer(tensors, f"model.layers.{i}.")
         eps = config["rms_norm_eps"]
         x = x + _attention(layer, config, layer.norm("input_layernorm", x, eps), angles, trace)
-        x = x + _feed_forward(layer, config, layer.norm("post_attention_layernorm", x, eps), i)
+        normed = layer.norm("post_attention_layernorm", x, eps)
+        dense = i < config["first_k_dense_replace"]
+        x = x + (_mlp(layer, "mlp.", normed) if dense else _moe(layer, config, normed))
     x = _Layer(tensors, "model.").norm("norm", x, config["rms_norm_eps"])
     head = "model.embed_tokens" if config.get("tie_word_embeddings") else "lm_head"
     trace.logits = x @ tensors[f"{head}.weight"].float().T
@@ -149,9 +151,14 @@ def _select(
     return allowed
 
 
-def _feed_forward(layer: _Layer, config: Mapping[str, Any], x: Tensor, index: int) -> Tensor:
-    if index < config["first_k_dense_replace"]:
-        return _mlp(layer, "mlp.", x)
+def feed_forward(
+    tensors: Mapping[str, Tensor], prefix: str, config: Mapping[str, Any], x: Tensor
+) -> Tensor:
+    """The expert layer whose tensors begin with `prefix`."""
+    return _moe(_Layer(tensors, prefix), config, x)
+
+
+def _moe(layer: _Layer, config: Mapping[str, Any], x: Tensor) -> Tensor:
     return torch.stack([_experts(layer, config, row) for row in x])
 
 
