@@ -1,9 +1,10 @@
 """Pages and who holds them: a free list with reference counts, no tensors.
 
-Page 0 is reserved for padding and never handed out.
+Page 0 is reserved for padding and never handed out. The page that was freed last is handed out
+first: its memory is warm, and a pool much larger than its load touches only what it needs.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 
@@ -14,7 +15,7 @@ class PagePool:
         if num_pages < 1:
             raise ValueError(f"num_pages must be at least 1, got {num_pages}")
         self.num_pages = num_pages
-        self._free: deque[int] = deque(range(1, num_pages + 1))
+        self._free = list(range(num_pages, 0, -1))
         self._references = [0] * (num_pages + 1)
 
     @property
@@ -23,9 +24,11 @@ class PagePool:
 
     def take(self, count: int) -> list[int]:
         """Hand out `count` pages with one reference each; raises ValueError if too few are free."""
-        if count > len(self._free):
+        rest = len(self._free) - count
+        if not 0 <= rest <= len(self._free):
             raise ValueError(f"{count} pages asked for, {len(self._free)} free")
-        pages = [self._free.popleft() for _ in range(count)]
+        pages = self._free[rest:][::-1]
+        del self._free[rest:]
         for page in pages:
             self._references[page] = 1
         return pages
@@ -37,8 +40,11 @@ class PagePool:
         self._references[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Drop one reference of each page; those without any left become free."""
-        for page in pages:
+        """Drop one reference of each page; those without any left become free.
+
+        Raises ValueError, with the books broken, if a page had none: the engine cannot go on.
+        """
+        for page in reversed(pages):
             if self._references[page] < 1:
                 raise ValueError(f"page {page} released more often than it was taken")
             self._references[page] -= 1

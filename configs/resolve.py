@@ -1,0 +1,173 @@
+"""Replaces every "choose for me" by a value, and says why in one sentence each.
+
+Two turns: `resolve_run` before anything is loaded, `resolve_cache` once the weights are in memory
+and it is known what a token costs. Both are pure: what they need to know comes as arguments.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from .engine import Dtype, EngineConfig
+from .machine import Machine
+
+PAGE_SIZES = (("cpu", 16), ("cuda", 64))
+TOKEN_BUDGETS = (("cpu", 512), ("cuda", 8192))
+# Beyond this a cache on the CPU is only slower to start with: its cores cannot fill it in time.
+MAX_CPU_CACHE_BYTES = 4 << 30
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A config without open choices of its turn, and the choices that were made."""
+
+    config: EngineConfig
+    notes: tuple[str, ...]
+
+
+def validate(config: EngineConfig) -> None:
+    """Raise ValueError, naming field and value, for settings that no machine could serve."""
+    scheduler, cache = config.scheduler, config.cache
+    at_least = (
+        ("max_num_seqs", scheduler.max_num_seqs, 1),
+        ("max_num_batched_tokens", scheduler.max_num_batched_tokens, 1),
+        ("max_queue", scheduler.max_queue, 1),
+        ("page_size", cache.page_size, 1),
+        ("num_pages", cache.num_pages, 1),
+        ("max_model_len", config.max_model_len, 2),
+        ("num_threads", config.num_threads, 1),
+    )
+    for name, value, least in at_least:
+        if value is not None and value < least:
+            raise ValueError(f"{name} is {value}; it must be at least {least}")
+    if not 0 < cache.memory_fraction <= 1:
+        raise ValueError(f"memory_fraction is {cache.memory_fraction}; it must be in (0, 1]")
+    if not 0 < config.hang_timeout < float("inf"):
+        raise ValueError(f"hang_timeout is {config.hang_timeout}; it must be positive and finite")
+
+
+def resolve_run(config: EngineConfig, machine: Machine, checkpoint_dtype: str) -> Resolved:
+    """Choose device, number format, threads, page size and the token budget of a step.
+
+    checkpoint_dtype: torch's name of the format most weights are stored in, such as "bfloat16".
+    Raises ValueError for settings that contradict the machine or themselves.
+    """
+    validate(config)
+    notes: list[str] = []
+    config = _resolve_device(config, machine, checkpoint_dtype, notes)
+    if config.cache.page_size is None:
+        size = dict(PAGE_SIZES)[config.device]
+        notes.append(f"page_size {size}: the usual size of a page on {config.device}")
+        config = _with(config, "cache", page_size=size)
+    return Resolved(_resolve_budget(config, notes), tuple(notes))
+
+
+def resolve_cache(
+    config: EngineConfig, context_length: int, bytes_per_token: int, free_bytes: int
+) -> Resolved:
+    """Choose the number of pages and the longest request, for a config from `resolve_run`.
+
+    context_length: the most tokens the model was made for. bytes_per_token: a token's rows over all
+    layers. free_bytes: memory of the device that is free once the weights are loaded.
+    Raises ValueError when not one page fits, or when more than the model's context is asked for.
+    """
+    notes: list[str] = []
+    longest, page_size = config.max_model_len or context_length, config.cache.page_size
+    if page_size is None:
+        raise ValueError("page_size is open: resolve_run comes before resolve_cache")
+    if longest > context_length:
+        raise ValueError(f"max_model_len is {longest}; the model's context is {context_length}")
+    num_pages = config.cache.num_pages
+    if num_pages is None:
+        num_pages, note = _choose_pages(config, longest, page_size * bytes_per_token, free_bytes)
+        notes.append(note)
+        config = _with(config, "cache", num_pages=num_pages)
+    if num_pages * page_size < longest:
+        notes.append(
+            f"max_model_len {num_pages * page_size} instead of {longest}: "
+            f"the cache of {num_pages} pages holds no longer request"
+        )
+        longest = num_pages * page_size
+    return Resolved(dataclasses.replace(config, max_model_len=longest), tuple(notes))
+
+
+def _resolve_device(
+    config: EngineConfig, machine: Machine, checkpoint_dtype: str, notes: list[str]
+) -> EngineConfig:
+    device, dtype, threads = config.device, config.dtype, config.num_threads
+    if device == "cuda" and not machine.has_cuda:
+        raise ValueError("device is cuda, but no CUDA device is visible")
+    if device == "auto":
+        device = "cuda" if machine.has_cuda else "cpu"
+        notes.append(
+            "device cuda: a CUDA device is visible"
+            if machine.has_cuda
+            else "device cpu: no CUDA device is visible"
+        )
+    if dtype == "auto":
+        dtype, note = _choose_dtype(device, machine, checkpoint_dtype)
+        notes.append(note)
+    if threads is None:
+        threads = machine.num_cores if device == "cpu" else 1
+        notes.append(
+            f"num_threads {threads}: one for each core of this process"
+            if device == "cpu"
+            else "num_threads 1: the work is on the GPU"
+        )
+    return dataclasses.replace(config, device=device, dtype=dtype, num_threads=threads)
+
+
+def _choose_dtype(device: str, machine: Machine, checkpoint_dtype: str) -> tuple[Dtype, str]:
+    if device == "cuda":
+        return "bfloat16", "dtype bfloat16: the format GPUs compute this model family in"
+    if checkpoint_dtype != "bfloat16":
+        return "float32", f"dtype float32: the checkpoint is {checkpoint_dtype}"
+    if machine.cpu_has_bf16:
+        return "bfloat16", "dtype bfloat16: the format of the checkpoint, and this CPU computes it"
+    return "float32", "dtype float32: this CPU has no bfloat16 arithmetic"
+
+
+def _resolve_budget(config: EngineConfig, notes: list[str]) -> EngineConfig:
+    seats, budget = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
+    if budget is None:
+        usual = dict(TOKEN_BUDGETS)[config.device]
+        budget = max(usual, seats)
+        reason = (
+            f"keeps a step short enough on {config.device}"
+            if budget == usual
+            else "a token for each of max_num_seqs requests"
+        )
+        notes.append(f"max_num_batched_tokens {budget}: {reason}")
+    elif budget < seats:
+        notes.append(
+            f"max_num_seqs {budget} instead of {seats}: "
+            "max_num_batched_tokens must hold a token of each running request"
+        )
+        seats = budget
+    return _with(config, "scheduler", max_num_seqs=seats, max_num_batched_tokens=budget)
+
+
+def _choose_pages(
+    config: EngineConfig, longest: int, page_bytes: int, free_bytes: int
+) -> tuple[int, str]:
+    fraction, size = config.cache.memory_fraction, config.cache.page_size or 1
+    room, bound = int(free_bytes * fraction), f"{fraction:g} of the free memory"
+    if config.device == "cpu" and room > MAX_CPU_CACHE_BYTES:
+        room, bound = MAX_CPU_CACHE_BYTES, f"{MAX_CPU_CACHE_BYTES >> 30} GiB, the most on a CPU"
+    affordable = room // page_bytes
+    if affordable < 1:
+        raise ValueError(
+            f"no page fits: {page_bytes} bytes are needed, {bound} is {room} bytes; "
+            "free memory, or set num_pages"
+        )
+    seats = config.scheduler.max_num_seqs
+    wanted = seats * -(-longest // size)
+    if wanted <= affordable:
+        return wanted, f"num_pages {wanted}: {seats} requests of {longest} tokens each"
+    return affordable, f"num_pages {affordable}: they fill {bound}"
+
+
+def _with(config: EngineConfig, section: str, **values: Any) -> EngineConfig:
+    """A config with some values of one section replaced."""
+    old = config.scheduler if section == "scheduler" else config.cache
+    return dataclasses.replace(config, **{section: dataclasses.replace(old, **values)})
