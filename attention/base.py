@@ -61,8 +61,10 @@ class Plan(Protocol):
     skips computing index queries (index keys are written either way).
     """
 
-    batch: AttentionBatch
-    selects: bool
+    @property
+    def batch(self) -> AttentionBatch: ...
+    @property
+    def selects(self) -> bool: ...
 
 
 class AttentionBackend(Protocol):

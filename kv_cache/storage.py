@@ -50,3 +50,18 @@ class CacheStorage:
         if rows_SD is None:
             raise ValueError(f"layer {layer} keeps no index keys")
         rows_SD[slots_T] = keys_TD
+
+    def latent_rows(self, layer: int, slots: Tensor) -> Tensor:
+        """A copy of the latent rows in `slots` (int64, any shape): [..., latent_width]."""
+        return _gather(self.latent_LSC[layer], slots)
+
+    def index_rows(self, layer: int, slots: Tensor) -> Tensor:
+        """A copy of the index keys in `slots` (int64, any shape): [..., index_width]."""
+        rows_SD = self.index_k[layer]
+        if rows_SD is None:
+            raise ValueError(f"layer {layer} keeps no index keys")
+        return _gather(rows_SD, slots)
+
+
+def _gather(rows_SX: Tensor, slots: Tensor) -> Tensor:
+    return rows_SX.index_select(0, slots.flatten()).view(*slots.shape, rows_SX.shape[1])

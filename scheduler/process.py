@@ -169,10 +169,10 @@ def _start_without_signals(process: SpawnProcess) -> None:
 
 
 def _serve(directory: str, config: EngineConfig) -> None:
-    from ..model.runner import load_runner  # noqa: PLC0415 - torch belongs to the child alone
+    from ..model.loading import load_engine  # noqa: PLC0415 - torch belongs to the child alone
     from .worker import serve  # noqa: PLC0415 - the same
 
-    serve(directory, config, load_runner)
+    serve(directory, config, load_engine)
 
 
 def _make_checkpoint(directory: str, seed: int) -> None:

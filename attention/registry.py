@@ -1,0 +1,81 @@
+"""Backends by name, what each supports, and which one to take.
+
+Every wish is checked before anything is allocated or compiled, so a wrong one costs a line, not a
+start.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from ..kv_cache.storage import CacheStorage
+from .base import AttentionBackend
+from .dense.torch_ref import TorchDenseBackend
+from .sparse.dsa import DsaBackend
+
+
+@dataclass(frozen=True)
+class Support:
+    """A dense backend and what it runs on; page_sizes None: any."""
+
+    build: Callable[[CacheStorage], AttentionBackend]
+    device_types: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    page_sizes: tuple[int, ...] | None
+
+
+# Best first: "auto" takes the first that supports what is asked.
+BACKENDS: Mapping[str, Support] = MappingProxyType(
+    {
+        "torch": Support(
+            TorchDenseBackend,
+            ("cpu", "cuda"),
+            (torch.float32, torch.bfloat16, torch.float16),
+            None,
+        ),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A backend that fits, with the reason in one sentence."""
+
+    name: str
+    reason: str
+
+    def build(self, storage: CacheStorage, index_topk: int | None) -> AttentionBackend:
+        """The backend over `storage`; with `index_topk`, sparse attention around it."""
+        dense = BACKENDS[self.name].build(storage)
+        return dense if index_topk is None else DsaBackend(dense, storage, index_topk)
+
+
+def choose(
+    requested: str, *, device_type: str, dtype: torch.dtype, page_size: int, has_indexer: bool
+) -> Choice:
+    """Choose by name, or the best for "auto"; raises ValueError that names what does not fit."""
+    if requested != "auto" and requested not in BACKENDS:
+        names = ", ".join(("auto", *BACKENDS))
+        raise ValueError(f"attention_backend {requested!r} does not exist; there are: {names}")
+    names = list(BACKENDS) if requested == "auto" else [requested]
+    misfits = {name: _misfit(BACKENDS[name], device_type, dtype, page_size) for name in names}
+    fitting = next((name for name, misfit in misfits.items() if misfit is None), None)
+    if fitting is None:
+        reasons = "; ".join(f"{name} {misfit}" for name, misfit in misfits.items())
+        raise ValueError(f"no attention backend fits: {reasons}")
+    why = "asked for" if requested != "auto" else f"the best there is for {device_type}"
+    scope = ", dense up to index_topk tokens and sparse above" if has_indexer else ""
+    return Choice(fitting, f"attention_backend {fitting}: {why}{scope}")
+
+
+def _misfit(support: Support, device_type: str, dtype: torch.dtype, page_size: int) -> str | None:
+    if device_type not in support.device_types:
+        return f"runs on {', '.join(support.device_types)}, not on {device_type}"
+    if dtype not in support.dtypes:
+        return f"computes in {', '.join(map(str, support.dtypes))}, not in {dtype}"
+    if support.page_sizes is not None and page_size not in support.page_sizes:
+        sizes = ", ".join(map(str, support.page_sizes))
+        return f"takes pages of {sizes} tokens, not of {page_size}"
+    return None

@@ -1,0 +1,124 @@
+"""From settings to a checkpoint on its device, ready to compute.
+
+The order is the order of cost: everything that can refuse a start without reading a weight comes
+first, then the weights, and the cache takes what is left.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..attention.registry import Choice, choose
+from ..configs.engine import EngineConfig
+from ..configs.machine import detect, free_bytes
+from ..configs.resolve import resolve_cache, resolve_run
+from ..kv_cache.cache import KvCache
+from ..kv_cache.storage import CacheStorage
+from .checkpoint import read_config
+from .config import ModelConfig
+from .deepseek import DeepseekModel
+from .loader import check_checkpoint, load_model
+from .names import name_table
+from .runner import ModelRunner
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class LoadedInfo:
+    """What was loaded and chosen; the fields of `scheduler.messages.EngineInfo`."""
+
+    model_type: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: list[int]
+    num_parameters: int
+    weight_bytes: int
+    dtype: str
+    device: str
+    attention_backend: str
+    page_size: int
+    num_cache_tokens: int
+    cache_bytes_per_token: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class LoadedEngine:
+    """A runner, the books of its cache, and what there is to say about both."""
+
+    runner: ModelRunner
+    kv_cache: KvCache
+    info: LoadedInfo
+
+
+def load_engine(config: EngineConfig) -> LoadedEngine:
+    """Load `config.model`; raises ValueError with one line for whatever cannot be served."""
+    directory = Path(config.model)
+    model_config = read_config(directory)
+    run = resolve_run(config, detect(torch.cuda.is_available()), model_config.dtype or "bfloat16")
+    choice = _choose_backend(run.config, model_config)
+    check_checkpoint(directory, model_config)
+    torch.set_num_threads(_chosen(run.config.num_threads))
+    device = torch.device(run.config.device)
+    model = load_model(directory, model_config, DTYPES[run.config.dtype], device)
+    bytes_per_token = model_config.cache_layout().bytes_per_token(model.dtype.itemsize)
+    cache = resolve_cache(
+        run.config, model_config.max_position_embeddings, bytes_per_token, _free_bytes(device)
+    )
+    notes = [*run.notes, choice.reason, *cache.notes]
+    return _assemble(cache.config, model, choice, notes)
+
+
+def _choose_backend(config: EngineConfig, model_config: ModelConfig) -> Choice:
+    return choose(
+        config.attention_backend,
+        device_type=config.device,
+        dtype=DTYPES[config.dtype],
+        page_size=_chosen(config.cache.page_size),
+        has_indexer=model_config.indexer is not None,
+    )
+
+
+def _assemble(
+    config: EngineConfig, model: DeepseekModel, choice: Choice, notes: list[str]
+) -> LoadedEngine:
+    layout, indexer = model.config.cache_layout(), model.config.indexer
+    page_size, num_pages = _chosen(config.cache.page_size), _chosen(config.cache.num_pages)
+    # One page more than can be handed out: page 0 is where padding writes.
+    storage = CacheStorage(layout, num_pages + 1, page_size, model.dtype, model.device)
+    backend = choice.build(storage, None if indexer is None else indexer.topk)
+    kv_cache = KvCache(num_pages, page_size)
+    weights = [entry.target for entry in name_table(model).values()]
+    info = LoadedInfo(
+        model_type=model.config.model_type,
+        vocab_size=model.config.vocab_size,
+        max_model_len=_chosen(config.max_model_len),
+        eos_token_ids=list(model.config.eos_token_ids),
+        num_parameters=sum(weight.numel() for weight in weights),
+        weight_bytes=sum(weight.nbytes for weight in weights),
+        dtype=config.dtype,
+        device=config.device,
+        attention_backend=backend.name,
+        page_size=page_size,
+        num_cache_tokens=kv_cache.num_tokens,
+        cache_bytes_per_token=layout.bytes_per_token(model.dtype.itemsize),
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=_chosen(config.scheduler.max_num_batched_tokens),
+        notes=notes,
+    )
+    return LoadedEngine(ModelRunner(model, backend, storage), kv_cache, info)
+
+
+def _free_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_bytes()
+
+
+def _chosen(value: int | None) -> int:
+    """A setting that `resolve` has filled in."""
+    if value is None:
+        raise ValueError("a setting was left open: resolve it first")
+    return value
