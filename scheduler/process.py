@@ -176,6 +176,9 @@ def _serve(directory: str, config: EngineConfig) -> None:
 
 
 def _make_checkpoint(directory: str, seed: int) -> None:
-    from ..model.make_checkpoint import make_checkpoint  # noqa: PLC0415 - the same
+    from ..model.make_checkpoint import (  # noqa: PLC0415 - the same
+        PRESETS,
+        write_random_checkpoint,
+    )
 
-    make_checkpoint(Path(directory), seed)
+    write_random_checkpoint(Path(directory), PRESETS["default"], seed)
