@@ -1,0 +1,1 @@
+"""How checkpoints/tiny-dsa is made: data, tokenizer, model, training phases, export, gates."""
