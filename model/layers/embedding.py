@@ -22,7 +22,7 @@ class Head:
     def __init__(
         self, vocab_size: int, width: int, allocate: Allocator, tied: Embedding | None = None
     ) -> None:
-        self.weight_VD = tied.weight_VD if tied else allocate.weight(vocab_size, width)
+        self.weight_VD = tied.weight_VD if tied else allocate.matrix(vocab_size, width)
 
     def __call__(self, hidden_ND: Tensor) -> Tensor:
         """fp32 logits [N, vocabulary]."""

@@ -23,6 +23,17 @@ class Allocator:
         """A weight in the model's dtype."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
+    def matrix(self, *shape: int) -> Tensor:
+        """A weight [..., out, in] that rows are multiplied with, in the model's dtype.
+
+        On a CPU its memory runs along `out`: a single row times a matrix then reads memory twice
+        as fast (22 GB/s instead of 11 on the machine of benchmarks/results), many rows no slower.
+        """
+        *batch, rows, columns = shape
+        if self.device.type != "cpu":
+            return self.weight(*shape)
+        return self.weight(*batch, columns, rows).transpose(-1, -2)
+
     def fp32(self, *shape: int) -> Tensor:
         """A weight that stays in fp32 whatever the model's dtype."""
         return torch.empty(shape, dtype=torch.float32, device=self.device)

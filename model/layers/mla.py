@@ -41,17 +41,17 @@ class Mla:
         self.latent_start = config.q_lora_rank or self.query_width
         index_width = config.indexer.head_dim if config.indexer else 0
         down_width = self.latent_start + config.kv_lora_rank + config.rope_dim + index_width
-        self.down_ED = allocate.weight(down_width, config.hidden_size)
+        self.down_ED = allocate.matrix(down_width, config.hidden_size)
         self.up_EQ: Tensor | None = None
         self.q_norm: RmsNorm | None = None
         if config.q_lora_rank is not None:
             index_heads = config.indexer.num_heads if config.indexer else 0
             up_width = self.query_width + index_heads * index_width
-            self.up_EQ = allocate.weight(up_width, config.q_lora_rank)
+            self.up_EQ = allocate.matrix(up_width, config.q_lora_rank)
             self.q_norm = RmsNorm(config.q_lora_rank, LATENT_EPS, allocate)
         self.kv_norm = RmsNorm(config.kv_lora_rank, LATENT_EPS, allocate)
         self.kv_b_HXC = allocate.weight(heads, config.nope_dim + config.v_dim, config.kv_lora_rank)
-        self.out_DE = allocate.weight(config.hidden_size, heads * config.v_dim)
+        self.out_DE = allocate.matrix(config.hidden_size, heads * config.v_dim)
         self.indexer = (
             Indexer(config.indexer, config.hidden_size, config.rope_dim, allocate)
             if config.indexer

@@ -10,8 +10,8 @@ class Mlp:
     """gate_up_ED holds the gate's rows first, then the rows of up."""
 
     def __init__(self, hidden: int, width: int, allocate: Allocator) -> None:
-        self.gate_up_ED = allocate.weight(2 * width, hidden)
-        self.down_DE = allocate.weight(hidden, width)
+        self.gate_up_ED = allocate.matrix(2 * width, hidden)
+        self.down_DE = allocate.matrix(hidden, width)
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         return linear(silu_product(linear(x_TD, self.gate_up_ED)), self.down_DE)

@@ -61,12 +61,19 @@ class Moe:
         self.moe = moe
         self.gate = Gate(moe, hidden, allocate)
         experts = moe.num_experts + moe.num_shared
-        self.gate_up_XED = allocate.weight(experts, 2 * moe.intermediate_size, hidden)
-        self.down_XDE = allocate.weight(experts, hidden, moe.intermediate_size)
+        self.gate_up_XED = allocate.matrix(experts, 2 * moe.intermediate_size, hidden)
+        self.down_XDE = allocate.matrix(experts, hidden, moe.intermediate_size)
         self._experts_X = torch.arange(experts, device=allocate.device)
+        # Made once: taking a slice costs as much as multiplying with it when there is one row.
+        self._expert_weights = [
+            (gate_up_ED.t(), down_DE.t())
+            for gate_up_ED, down_DE in zip(self.gate_up_XED, self.down_XDE, strict=True)
+        ]
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         weights_TK, ids_TK = self.gate(x_TD)
+        if len(x_TD) == 1 and x_TD.device.type == "cpu":
+            return self._one_row(x_TD, ids_TK[0].tolist(), weights_TK[0].tolist())
         shared_S = self._experts_X[self.moe.num_experts :]
         ids_TK = torch.cat((ids_TK, shared_S.expand(len(x_TD), -1)), dim=1)
         weights_TK = F.pad(weights_TK, (0, self.moe.num_shared), value=1.0)
@@ -83,6 +90,15 @@ class Moe:
         # Back in the order of the pairs, so that each token's sum has one fixed order.
         pairs_PD = torch.empty_like(out_PD).index_copy_(0, order_P, out_PD)
         return pairs_PD.view(-1, chosen, x_TD.shape[1])
+
+    def _one_row(self, x_1D: Tensor, ids: list[int], weights: list[float]) -> Tensor:
+        """A single token visits its experts one by one; on a CPU the ids are at hand for free."""
+        shared = range(self.moe.num_experts, len(self._expert_weights))
+        out_1D = torch.zeros_like(x_1D)
+        for expert, weight in (*zip(ids, weights, strict=True), *((s, 1.0) for s in shared)):
+            gate_up_DE, down_ED = self._expert_weights[expert]
+            out_1D.addmm_(silu_product(torch.mm(x_1D, gate_up_DE)), down_ED, alpha=weight)
+        return out_1D
 
     @staticmethod
     def _combine(out_TKD: Tensor, weights_TK: Tensor) -> Tensor:
