@@ -1,0 +1,68 @@
+"""The HTTP application: routes, errors in one shape, and the gate before them.
+
+Handlers get the request and return a response; bodies are read by `bodies.py` and validated by the
+models of `protocol.py`, so FastAPI routes and describes, but does not parse.
+"""
+
+import logging
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+from .errors import ApiError, internal
+from .gate import CLIENT_GONE, Gate
+from .generating_routes import generating_routes
+from .openapi import describe_api
+from .service import Service
+from .side_routes import side_routes
+from .sse import ClientGone
+
+_log = logging.getLogger(__name__)
+
+
+def create_app(service: Service) -> ASGIApp:
+    """The application over a service, gate included."""
+    app = FastAPI(
+        title="minidsa", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
+    app.include_router(generating_routes(service))
+    app.include_router(side_routes(service))
+    description = describe_api(app)
+
+    async def openapi() -> Response:
+        return Response(description, media_type="application/json")
+
+    app.add_api_route("/openapi.json", openapi, methods=["GET"], include_in_schema=False)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientGone, _client_gone)
+    app.add_exception_handler(Exception, _fault)
+    return Gate(app, service.config.api_key, service.metrics.count_http)
+
+
+def _response(error: ApiError) -> Response:
+    return Response(error.body(), error.status, error.headers, "application/json")
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    return _response(error if isinstance(error, ApiError) else internal())
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """404 and 405 of the router."""
+    if not isinstance(error, HTTPException):
+        return _response(internal())
+    codes = {404: "not_found", 405: "method_not_allowed"}
+    message = f"{error.detail}: {request.method} {request.url.path[:64]!a}"
+    code = codes.get(error.status_code)
+    return _response(ApiError(error.status_code, message, code=code, headers=error.headers))
+
+
+async def _client_gone(request: Request, error: Exception) -> Response:
+    request.state.client_gone = True
+    return Response(status_code=CLIENT_GONE)
+
+
+async def _fault(request: Request, error: Exception) -> Response:
+    return _response(internal())

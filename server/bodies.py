@@ -1,0 +1,59 @@
+"""Takes in a request body: its type, its size, its time, its JSON.
+
+Everything is bounded before it is read. What is over a limit closes the connection, since the rest
+of the body is still on its way.
+"""
+
+import asyncio
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+
+from ..configs.server import LimitsConfig
+from .errors import ApiError, body_too_large, invalid_json, unsupported_media_type
+from .sse import ClientGone
+from .strict_json import read_object
+
+
+async def read_document(request: Request, limits: LimitsConfig) -> dict[str, Any]:
+    """The JSON object of a body; raises ApiError 400, 408, 413 or 415, or ClientGone."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        raise unsupported_media_type("Content-Encoding is not supported; send the body as it is")
+    media_type = request.headers.get("content-type")
+    if media_type is not None:
+        _check_type(media_type)
+    body = await _read(request, limits)
+    if not body.strip():
+        raise invalid_json("The request body is empty; it must be a JSON object")
+    if media_type is None:
+        _check_type("")
+    return read_object(body)
+
+
+def _check_type(media_type: str) -> None:
+    name, _, parameters = media_type.partition(";")
+    charset = parameters.replace(" ", "").replace('"', "").lower()
+    if name.strip().lower() != "application/json" or charset not in ("", "charset=utf-8"):
+        raise unsupported_media_type("Content-Type must be application/json")
+
+
+async def _read(request: Request, limits: LimitsConfig) -> bytes:
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced[:20]) > limits.max_body_bytes:
+        raise body_too_large(limits.max_body_bytes)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > limits.max_body_bytes:
+                    raise body_too_large(limits.max_body_bytes)
+    except TimeoutError:
+        message = f"The request body did not arrive within {limits.body_seconds:g} seconds"
+        raise ApiError(
+            408, message, code="request_timeout", headers={"connection": "close"}
+        ) from None
+    except ClientDisconnect:
+        raise ClientGone from None
+    return bytes(body)

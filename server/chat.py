@@ -1,0 +1,150 @@
+"""POST /v1/chat/completions: from messages to a prompt, and everything checked before a token.
+
+The prompt of a chat is made here and nowhere else, so /tokenize shows exactly what generation sees.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from msgspec import structs
+
+from .chat_answer import ChatRenderer
+from .chat_formats import StartState
+from .chat_messages import InvalidMessagesError, Message
+from .chat_protocol import ChatMessage, ChatPromptFields, ChatRequest
+from .chat_request import mark_prefill
+from .completions import TAIL, end_rules, in_thread_if_long
+from .detokenizer import Detokenizer
+from .errors import invalid_value, unsupported
+from .generation import Choice, Plan
+from .sampling import OutputShape, asked_tokens, check_sampling, child_seed, resolve
+from .sequence import ChoiceText
+from .service import Service
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A chat's ids, what the model writes first, and the tools its parser should know."""
+
+    ids: list[int]
+    start: StartState
+    tools: list[dict[str, Any]]
+
+
+async def encode_chat(
+    service: Service,
+    fields: ChatPromptFields,
+    items: Sequence[ChatMessage],
+    document: dict[str, Any],
+    asked: int | None = None,
+) -> ChatPrompt:
+    """The prompt of a chat; `document` is the body, whose tools the model sees as they were sent.
+
+    Raises ApiError for messages that cannot be encoded or cannot fit.
+    """
+    chat_format = service.chat_format
+    if chat_format is None:
+        raise unsupported("messages", "the checkpoint has no chat format; use /v1/completions")
+    messages = [item.convert(index) for index, item in enumerate(items)]
+    characters = sum(map(_size, messages))
+    if not service.tokenizer.could_fit(characters, service.max_tokens):
+        service.check_fits("messages", "".join(m.content or "" for m in messages), asked)
+    tools = _tools(fields, document)
+    thinking = fields.wants_thinking(chat_format.default_thinking)
+    adds_prompt = fields.add_generation_prompt
+    try:
+        messages = mark_prefill(messages, fields.continue_final_message, adds_prompt)
+        runs = chat_format.encode(messages, tools, thinking, adds_prompt is not False)
+    except InvalidMessagesError as error:
+        raise invalid_value(error.param, f"{error.param}: {error}") from None
+    ids = await in_thread_if_long(characters, service.tokenizer.encode_runs, runs)
+    return ChatPrompt(ids, chat_format.start(runs), tools)
+
+
+def _size(message: Message) -> int:
+    arguments = sum(len(call.arguments) for call in message.tool_calls)
+    return len(message.content or "") + arguments
+
+
+def _tools(fields: ChatPromptFields, document: dict[str, Any]) -> list[dict[str, Any]]:
+    """The tools of the body, without nulls in their definitions; none with the choice "none"."""
+    for index, tool in enumerate(fields.tools):
+        if tool.function.strict:
+            path = f"tools.{index}.function.strict"
+            raise unsupported(path, f"{path}: structured output is not supported by this server")
+    if fields.tool_choice == "none" or not fields.tools:
+        return []
+    return [
+        {**tool, "function": {k: v for k, v in tool["function"].items() if v is not None}}
+        for tool in document["tools"]
+    ]
+
+
+async def plan_chat(
+    service: Service, request: ChatRequest, document: dict[str, Any], answer_id: str
+) -> Plan:
+    """Check everything about a request and encode it; raises ApiError."""
+    info = service.info
+    service.check_model(request.model)
+    check_sampling(request, info.vocab_size)
+    service.check_sequences(1, request.n)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise invalid_value("top_logprobs", "top_logprobs needs logprobs to be true")
+    asked = asked_tokens(request)
+    if asked == 0:
+        raise invalid_value("max_tokens", "max_tokens must be at least 1")
+    prompt = await encode_chat(service, request, request.messages, document, asked)
+    max_tokens = service.output_limit("messages", len(prompt.ids), asked, None)
+    if request.min_tokens > max_tokens:
+        raise invalid_value(
+            "min_tokens", f"min_tokens {request.min_tokens} is above max_tokens {max_tokens}"
+        )
+    shape = OutputShape(
+        max_tokens=max_tokens,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        prompt_logprobs=request.prompt_logprobs,
+    )
+    seed = service.seeds.draw() if request.seed is None else request.seed
+    params = resolve(request, shape, service.defaults, seed, info.eos_token_ids, info.vocab_size)
+    choices = [
+        Choice(
+            prompt.ids,
+            structs.replace(params, seed=child_seed(seed, child)),
+            _choice_text(service, request, prompt),
+        )
+        for child in range(request.n)
+    ]
+    options = request.stream_options
+    return Plan(
+        id=answer_id,
+        choices=choices,
+        renderer=ChatRenderer(service, request, prompt.ids, answer_id, _call_key(prompt.ids)),
+        include_usage=options is not None and options.include_usage,
+        continuous_usage=options is not None and options.continuous_usage_stats,
+    )
+
+
+def _choice_text(service: Service, request: ChatRequest, prompt: ChatPrompt) -> ChoiceText:
+    chat_format = service.chat_format
+    if chat_format is None:
+        raise unsupported("messages")
+    detokenizer = Detokenizer(
+        service.tokenizer,
+        prompt.ids[-TAIL:],
+        request.skip_special_tokens,
+        chat_format.markup_ids(service.tokenizer) if prompt.tools else (),
+    )
+    separate = request.separate_reasoning
+    return ChoiceText(
+        detokenizer,
+        chat_format.parser(prompt.start, prompt.tools, separate),
+        replace(end_rules(request), max_calls=None if request.parallel_tool_calls else 1),
+        thinking=separate and prompt.start == "reasoning",
+    )
+
+
+def _call_key(prompt_ids: Sequence[int]) -> str:
+    """Names the calls of this prompt's answers: other turns of the chat have other prompts."""
+    return hashlib.blake2b(repr(prompt_ids).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,144 @@
+"""POST /v1/completions: everything that is checked and encoded before its first token.
+
+Every prompt has n choices; choice k of prompt p has index p * n + k.
+"""
+
+import asyncio
+from typing import Any
+
+from msgspec import structs
+
+from .chat_encoding import BOS
+from .completion_answer import CompletionRenderer, Prompt
+from .detokenizer import Detokenizer
+from .errors import invalid_value, unsupported
+from .generation import Choice, Plan
+from .prompt_runs import Control
+from .protocol import CompletionRequest
+from .sampling import OutputShape, asked_tokens, check_sampling, child_seed, resolve
+from .sequence import ChoiceText, EndRules, RawText
+from .service import Service
+
+DEFAULT_MAX_TOKENS = 16
+LONG_TEXT = 4096
+"""Characters from which on a text is encoded in a thread, so that it delays nobody else."""
+TAIL = 8
+"""Ids of a prompt that are enough to finish a character it ends in."""
+
+FIM_BEGIN = Control("<｜fim▁begin｜>")
+FIM_HOLE = Control("<｜fim▁hole｜>")
+FIM_END = Control("<｜fim▁end｜>")
+
+
+async def plan_completion(service: Service, request: CompletionRequest, answer_id: str) -> Plan:
+    """Check everything about a request and encode it; raises ApiError."""
+    vocab_size = service.info.vocab_size
+    service.check_model(request.model)
+    check_sampling(request, vocab_size)
+    service.check_sequences(len(request.prompt), request.n)
+    asked = asked_tokens(request)
+    if asked == 0 and not request.echo:
+        raise invalid_value("max_tokens", "max_tokens 0 needs echo")
+    prompts = [await _encode(service, request, prompt, asked) for prompt in request.prompt]
+    budget = service.config.limits.max_request_tokens
+    if sum(len(prompt.ids) for prompt in prompts) > budget:
+        raise invalid_value("prompt", f"the prompts hold more than {budget} tokens together")
+    seed = service.seeds.draw() if request.seed is None else request.seed
+    choices = []
+    for prompt in prompts:
+        choices += _choices(service, request, prompt, asked, seed)
+    options = request.stream_options
+    return Plan(
+        id=answer_id,
+        choices=choices,
+        renderer=CompletionRenderer(service, request, prompts, answer_id),
+        num_prompts=len(prompts),
+        include_usage=options is not None and options.include_usage,
+        continuous_usage=options is not None and options.continuous_usage_stats,
+    )
+
+
+def _choices(
+    service: Service, request: CompletionRequest, prompt: Prompt, asked: int | None, seed: int
+) -> list[Choice]:
+    max_tokens = service.output_limit("prompt", len(prompt.ids), asked, DEFAULT_MAX_TOKENS)
+    if request.min_tokens > max_tokens:
+        raise invalid_value(
+            "min_tokens", f"min_tokens {request.min_tokens} is above max_tokens {max_tokens}"
+        )
+    scored = [request.prompt_logprobs, request.logprobs if request.echo else None]
+    shape = OutputShape(
+        max_tokens=max_tokens,
+        logprobs=request.logprobs,
+        prompt_logprobs=max((count for count in scored if count is not None), default=None),
+    )
+    info = service.info
+    params = resolve(request, shape, service.defaults, seed, info.eos_token_ids, info.vocab_size)
+    rules = end_rules(request)
+    choices = []
+    for child in range(request.n):
+        detokenizer = Detokenizer(
+            service.tokenizer, prompt.ids[-TAIL:], request.skip_special_tokens
+        )
+        child_params = structs.replace(params, seed=child_seed(seed, child))
+        choices.append(Choice(prompt.ids, child_params, ChoiceText(detokenizer, RawText(), rules)))
+    return choices
+
+
+def end_rules(request: Any) -> EndRules:
+    """How the choices of a request end."""
+    return EndRules(
+        stops=request.stop,
+        include_stop=request.include_stop_str_in_output or request.no_stop_trim,
+        stop_token_ids=frozenset(request.stop_token_ids),
+        min_tokens=request.min_tokens,
+    )
+
+
+async def _encode(
+    service: Service, request: CompletionRequest, prompt: str | list[int], asked: int | None
+) -> Prompt:
+    tokenizer = service.tokenizer
+    if isinstance(prompt, list):
+        if request.suffix:
+            raise invalid_value("suffix", "suffix needs a prompt that is text")
+        limit = service.info.vocab_size
+        if min(prompt) < 0 or max(prompt) >= limit:
+            raise invalid_value("prompt", f"token ids run from 0 to {limit - 1}")
+        detokenizer = Detokenizer(tokenizer, (), request.skip_special_tokens)
+        text = detokenizer.push(prompt) + detokenizer.flush() if request.echo else ""
+        return Prompt(prompt, text, [0, *detokenizer.token_ends[:-1]])
+    service.check_fits("prompt", prompt + request.suffix, asked)
+    if request.suffix:
+        return Prompt(_fill_in(service, request, prompt), prompt, [])
+    ids = await in_thread_if_long(
+        len(prompt), tokenizer.encode_text, prompt, request.add_special_tokens
+    )
+    if not ids:
+        raise invalid_value("prompt", "the prompt holds no tokens")
+    detokenizer = Detokenizer(tokenizer)
+    if request.echo:
+        detokenizer.push(ids)
+    # BOS was put in front of the text: it shows nothing.
+    lead = max(0, (detokenizer.token_ends or [0])[-1] - len(prompt))
+    offsets = [max(0, end - lead) for end in (0, *detokenizer.token_ends[:-1])]
+    return Prompt(ids, prompt, offsets)
+
+
+def _fill_in(service: Service, request: CompletionRequest, prompt: str) -> list[int]:
+    if request.echo and request.logprobs is not None:
+        raise unsupported("suffix", "echo with logprobs does not go together with suffix")
+    runs = [FIM_BEGIN, prompt, FIM_HOLE, request.suffix, FIM_END]
+    if request.add_special_tokens and BOS.literal in service.tokenizer.control:
+        runs = [BOS, *runs]
+    try:
+        return service.tokenizer.encode_runs(runs)
+    except ValueError as error:
+        raise unsupported("suffix", f"suffix cannot be served: {error}") from None
+
+
+async def in_thread_if_long(size: int, work: Any, *arguments: Any) -> Any:
+    """`work(*arguments)`, in a thread where it may take long."""
+    if size < LONG_TEXT:
+        return work(*arguments)
+    return await asyncio.to_thread(work, *arguments)

@@ -1,0 +1,156 @@
+"""The routes beside generation: models, tokens, health, metrics and what the server is."""
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from .bodies import read_document
+from .chat import encode_chat
+from .chat_protocol import DetokenizeRequest, TokenizeRequest
+from .completions import in_thread_if_long
+from .engine_client import Health
+from .errors import invalid_value, model_not_found, unsupported
+from .metrics import CONTENT_TYPE
+from .server_info import describe
+from .service import Service
+from .validation import validate
+
+JSON = "application/json"
+_PAGE = Path(__file__).with_name("static") / "index.html"
+_PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
+
+
+def side_routes(service: Service) -> APIRouter:
+    """Everything that does not generate."""
+    router = APIRouter()
+    for paths, handler, has_head in (
+        (("/v1/models", "/models"), _Models(service).list, False),
+        (("/v1/models/{name:path}", "/models/{name:path}"), _Models(service).card, False),
+        (("/health", "/ping"), _Health(service).ready, True),
+        (("/live",), _Health(service).live, True),
+        (("/version",), _version, True),
+        (("/metrics",), _Metrics(service).text, True),
+        (("/server_info",), _Metrics(service).info, False),
+        (("/",), _page, False),
+    ):
+        for path in paths:
+            router.add_api_route(path, handler, methods=["GET"], name=f"{path} get")
+            if has_head:
+                router.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)
+    for prefix in ("", "/v1"):
+        tokens = _Tokens(service)
+        router.add_api_route(f"{prefix}/tokenize", tokens.tokenize, methods=["POST"])
+        router.add_api_route(f"{prefix}/detokenize", tokens.detokenize, methods=["POST"])
+    return router
+
+
+def _answer(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type=JSON)
+
+
+class _Models:
+    """The list of models has one entry."""
+
+    def __init__(self, service: Service) -> None:
+        self._name = service.model_name
+        self._card = {
+            "id": service.model_name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "minidsa",
+            "max_model_len": service.max_tokens,
+        }
+
+    async def list(self) -> Response:
+        return _answer({"object": "list", "data": [self._card]})
+
+    async def card(self, name: str) -> Response:
+        if name != self._name:
+            raise model_not_found(name, self._name)
+        return _answer(self._card)
+
+
+class _Health:
+    """Liveness: this process answers. Readiness: the engine is heard and takes requests."""
+
+    def __init__(self, service: Service) -> None:
+        self._client = service.client
+
+    async def ready(self) -> Response:
+        if self._client.health is Health.READY:
+            return Response(status_code=200)
+        return Response(status_code=503, headers={"retry-after": "1"})
+
+    async def live(self) -> Response:
+        return Response(status_code=200)
+
+
+async def _version() -> Response:
+    return _answer({"version": version("minidsa")})
+
+
+async def _page() -> Response:
+    return Response(_PAGE.read_bytes(), media_type="text/html", headers=_PAGE_HEADERS)
+
+
+class _Metrics:
+    """What the server counts, and what it is."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def text(self) -> Response:
+        return Response(self._service.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    async def info(self) -> Response:
+        return _answer(describe(self._service))
+
+
+class _Tokens:
+    """Text to ids as generation does it, and back."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def tokenize(self, request: Request) -> Response:
+        document = await read_document(request, self._service.config.limits)
+        body = validate(TokenizeRequest, document)
+        self._service.check_model(body.model)
+        given = [name for name in ("prompt", "content", "messages") if document.get(name)]
+        if len(given) > 1:
+            raise invalid_value(given[1], f"{' and '.join(given)} do not go together")
+        ids = await self._ids(body, document)
+        answer: dict[str, Any] = {
+            "count": len(ids),
+            "max_model_len": self._service.max_tokens,
+            "tokens": ids,
+        }
+        if body.return_token_strs:
+            answer["token_strs"] = [self._service.tokenizer.token_text(i) for i in ids]
+        return _answer(answer)
+
+    async def _ids(self, body: TokenizeRequest, document: dict[str, Any]) -> list[int]:
+        service = self._service
+        if body.messages:
+            if not body.add_special_tokens:
+                raise unsupported("add_special_tokens", "a chat's prompt has its special tokens")
+            return (await encode_chat(service, body, body.messages, document)).ids
+        text = body.content if body.prompt is None else body.prompt
+        if text is None:
+            raise invalid_value("prompt", "prompt or messages is required")
+        service.check_fits("prompt", text, None)
+        return await in_thread_if_long(
+            len(text), service.tokenizer.encode_text, text, body.add_special_tokens
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        document = await read_document(request, self._service.config.limits)
+        body = validate(DetokenizeRequest, document)
+        self._service.check_model(body.model)
+        limit = self._service.info.vocab_size
+        if body.tokens and (min(body.tokens) < 0 or max(body.tokens) >= limit):
+            raise invalid_value("tokens", f"token ids run from 0 to {limit - 1}")
+        return _answer({"prompt": self._service.tokenizer.decode(body.tokens)})

@@ -1,0 +1,91 @@
+"""Server-sent events, and answers that stop working when their client leaves.
+
+No comment lines are written: some benchmark clients read every line as JSON. A failure behind the
+first byte becomes one event with the nested error object, then `[DONE]`: SDKs swallow a flat
+object, and a stream that merely stops looks like success.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from .answers import Answer, encode_event
+from .errors import ApiError, internal
+
+HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+DONE = b"data: [DONE]\n\n"
+
+_log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+
+
+class ClientGone(Exception):
+    """The client closed its connection before its answer was complete."""
+
+
+async def events(chunks: AsyncIterator[list[Answer]]) -> AsyncIterator[bytes]:
+    """The bytes of a stream, one piece for each step of the engine."""
+    try:
+        async for step in chunks:
+            if step:
+                yield b"".join(map(encode_event, step))
+    except ApiError as error:
+        yield b"data: " + error.body() + b"\n\n"
+    except Exception:
+        _log.exception("a stream failed")
+        yield b"data: " + internal().body() + b"\n\n"
+    yield DONE
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """The result of `work`; it is cancelled and ClientGone raised as soon as the client leaves.
+
+    The request's body was read before, so the only message left is the disconnect.
+    """
+    running = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((running, watching), return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            return running.result()
+        raise ClientGone
+    finally:
+        for task in (running, watching):
+            task.cancel()
+        await asyncio.gather(running, watching, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends pieces as they come; `close` runs once, however the stream ends."""
+
+    def __init__(self, pieces: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+        super().__init__(status_code=200)
+        self._pieces = pieces
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._send_all(send))
+        except ClientGone:
+            scope["state"]["client_gone"] = True
+        finally:
+            self._close()
+
+    async def _send_all(self, send: Callable[[Any], Awaitable[None]]) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
+        async for piece in self._pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,115 @@
+"""Strict request models: what every field must look like, and how a mistake is told.
+
+Three classes of fields. A field of the model works. One of `IGNORED` cannot change the answer and
+is dropped. Everything else is refused by name, unless its value is the neutral one of `NEUTRAL`,
+which asks for nothing. An explicit null always equals absence: common clients send nulls for most
+fields.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from .errors import ApiError, shown
+
+IGNORED = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
+NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "store": (False,),
+        "service_tier": ("auto", "default"),
+        "use_beam_search": (False,),
+        "length_penalty": (1, 1.0),
+        "early_stopping": (False,),
+        "return_tokens_as_token_ids": (False,),
+    }
+)
+MAX_PROBLEMS = 10
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+class Strict(BaseModel):
+    """Types are not converted, unknown keys are refused, null keys are dropped."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {key: value for key, value in data.items() if value is not None}
+
+
+class RequestModel(Strict):
+    """The top of a request body: here the lists of ignored and neutral fields apply too."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_harmless(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {key: value for key, value in data.items() if not cls._is_harmless(key, value)}
+
+    @classmethod
+    def _is_harmless(cls, key: str, value: Any) -> bool:
+        if key in IGNORED:
+            return True
+        return any(type(value) is type(n) and value == n for n in cls.neutral.get(key, ()))
+
+
+def refuse(message: str) -> PydanticCustomError:
+    """For validators: the value is well formed, but this server does not do that."""
+    return PydanticCustomError("unsupported", "{reason}", {"reason": message})
+
+
+def wrong(message: str) -> PydanticCustomError:
+    """For validators: the value is not what the field takes."""
+    return PydanticCustomError("invalid", "{reason}", {"reason": message})
+
+
+def validate(model: type[_Model], document: Mapping[str, Any]) -> _Model:
+    """The document as a model; raises ApiError 400 that names up to ten problems."""
+    try:
+        return model.model_validate(document)
+    except ValidationError as error:
+        raise _api_error(error) from None
+
+
+def _api_error(error: ValidationError) -> ApiError:
+    problems = error.errors(include_url=False, include_context=True)
+    texts = [_problem(problem) for problem in problems[:MAX_PROBLEMS]]
+    if len(problems) > MAX_PROBLEMS:
+        texts.append(f"and {len(problems) - MAX_PROBLEMS} more")
+    first = problems[0]
+    refused = first["type"] in {"extra_forbidden", "unsupported"}
+    return ApiError(
+        400,
+        "; ".join(texts),
+        code="unsupported_parameter" if refused else "invalid_value",
+        param=_path(first),
+    )
+
+
+def _path(problem: ErrorDetails) -> str:
+    return ".".join(str(part)[:64] for part in problem["loc"])
+
+
+def _problem(problem: ErrorDetails) -> str:
+    path = _path(problem)
+    match problem["type"]:
+        case "missing":
+            return f"{path} is required"
+        case "extra_forbidden":
+            return f"{path} is not supported by this server"
+        case "unsupported" | "invalid":
+            return f"{path}: {problem['msg']}"
+    text = problem["msg"].removeprefix("Input ")
+    return f"{path} {text}, not {shown(problem['input'])}"
