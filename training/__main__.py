@@ -34,7 +34,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=0, help="at most so many steps a phase")
     parser.add_argument(
         "--phases",
-        default="dense:0.45,long:0.65,warmup:0.7,sparse:1",
+        default="dense:0.35,long:0.55,warmup:0.63,sparse:1",
         help="phase:progress at which it ends",
     )
     parser.add_argument("--resume", type=Path, help="start from this checkpoint folder")
@@ -42,7 +42,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch-tokens", type=int, default=65536)
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--index-lr", type=float, default=2e-3)
+    parser.add_argument("--index-lr", type=float, default=5e-3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=0, help="processes that make data")
     parser.add_argument("--extra-text", type=Path, help="folder of .txt files to mix in")

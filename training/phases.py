@@ -29,7 +29,11 @@ BIAS_RATE = 0.01
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase. `share` of the training time; lengths are fractions of the context."""
+    """One phase: how queries attend, what is read and what learns.
+
+    All phases have rows of one length, the context, so that each way to attend is compiled once;
+    the documents grow instead.
+    """
 
     name: str
     attend: Attend
@@ -42,14 +46,13 @@ class Phase:
 
 def plan(context: int, extra: float) -> dict[str, Phase]:
     """The phases by name, for a context of so many tokens."""
-    short, long = context // 4, context
-    wide = Mix(recall=0.16, repetition=0.04, talk=0.62, extra=extra, low=60, high=long - 150)
-    narrow = Mix(extra=extra, low=60, high=short - 100)
+    narrow = Mix(extra=extra, low=60, high=context // 4 - 100)
+    wide = Mix(recall=0.16, repetition=0.04, talk=0.62, extra=extra, low=60, high=context - 300)
     return {
-        "dense": Phase("dense", "dense", short, narrow),
-        "long": Phase("long", "dense", long, wide),
-        "warmup": Phase("warmup", "dense", long, wide, False, True, 0.5),
-        "sparse": Phase("sparse", "sparse", long, wide, True, True, 0.5),
+        "dense": Phase("dense", "dense", context, narrow),
+        "long": Phase("long", "dense", context, wide),
+        "warmup": Phase("warmup", "dense", context, wide, False, True, 0.5),
+        "sparse": Phase("sparse", "sparse", context, wide, True, True, 0.5),
     }
 
 
@@ -102,7 +105,7 @@ class Trainer:
             # Two kinds of layers, three ways to attend, a few lengths.
             torch._dynamo.config.recompile_limit = 64  # pyright: ignore[reportAttributeAccessIssue]
             for block in model.model.layers:
-                block.compile()
+                block.compile(dynamic=False)
 
     def losses(self, phase: Phase, tokens: Tensor, weights: Tensor) -> dict[str, Tensor]:
         """The named losses of one batch; `total` is what is learned from."""
@@ -172,11 +175,14 @@ class Trainer:
         )
         stream = batches(source, self.run.workers)
         self.model.train()
-        for number, found in enumerate(self.updates(phase, stream, until), 1):
-            if number % 25 == 0 or number in (1, max_steps):
-                self.note(phase, number, found)
-            if number == max_steps:
-                break
+        # The warm-up is over before its compilation would have paid.
+        stance = "default" if phase.learn_model else "force_eager"
+        with torch.compiler.set_stance(stance):
+            for number, found in enumerate(self.updates(phase, stream, until), 1):
+                if number % 25 == 0 or number in (1, max_steps):
+                    self.note(phase, number, found)
+                if number == max_steps:
+                    break
 
     def updates(
         self, phase: Phase, stream: Iterator[tuple[Tensor, Tensor]], until: float

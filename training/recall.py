@@ -13,8 +13,8 @@ from .chat_format import Chat, Turn
 from .slots import Slots, words
 from .talk import exchange
 
-# Characters of a filler sentence and its share of a question with its answer, for length planning.
-CHARS_PER_TOKEN = 3.6
+# Averages over the corpus, for planning how long a document gets.
+CHARS_PER_TOKEN = 4.4
 QUESTION_TOKENS = 34
 
 
