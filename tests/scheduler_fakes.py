@@ -10,7 +10,6 @@ Faults are one plan object that a test hands over when it builds an engine.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from minidsa.configs.engine import EngineConfig, SchedulerConfig
 from minidsa.configs.sampling import SamplingParams
@@ -19,7 +18,8 @@ from minidsa.kv_cache.pool import PagePool
 from minidsa.model.logprobs import TokenScore
 from minidsa.model.runner import NON_FINITE, SequenceInput, SequenceOutput
 from minidsa.scheduler.batch import Step
-from minidsa.scheduler.messages import Submit
+from minidsa.scheduler.launch import launch
+from minidsa.scheduler.messages import RequestOutput, Submit
 from minidsa.scheduler.scheduler import Scheduler
 from minidsa.scheduler.worker import serve
 
@@ -211,20 +211,73 @@ class FakeTarget:
         return FakeLoaded(runner, runner.cache(), info)
 
 
-def make_scheduler(
-    runner: FakeRunner,
-    *,
-    budget: int = 64,
-    seats: int = 8,
-    queue: int = 64,
-    max_model_len: int = 512,
-    preempt_every: int = 0,
-) -> PreemptingScheduler:
-    config = SchedulerConfig(max_num_seqs=seats, max_num_batched_tokens=budget, max_queue=queue)
-    scheduler = PreemptingScheduler(config, runner.cache(), max_model_len, VOCAB)
-    scheduler.every = preempt_every
-    return scheduler
+class Driver:
+    """Runs a scheduler on a fake runner step by step, checks the books after each, keeps the ids"""
 
+    def __init__(
+        self,
+        *,
+        pages: int = 64,
+        page_size: int = 4,
+        budget: int = 64,
+        seats: int = 8,
+        queue: int = 64,
+        max_model_len: int = 512,
+        preempt_every: int = 0,
+        plan: Plan | None = None,
+    ) -> None:
+        config = SchedulerConfig(max_num_seqs=seats, max_num_batched_tokens=budget, max_queue=queue)
+        self.runner = FakeRunner(pages, page_size, plan)
+        self.scheduler = PreemptingScheduler(config, self.runner.cache(), max_model_len, VOCAB)
+        self.scheduler.every = preempt_every
+        self.budget, self.seats, self.queue = budget, seats, queue
+        self.ids: dict[str, list[int]] = {}
+        self.ends: dict[str, RequestOutput] = {}
+        self.outputs: list[RequestOutput] = []
 
-def directory_is_private(path: Path) -> bool:
-    return path.stat().st_mode & 0o777 == 0o700
+    def add(self, *submits: Submit) -> None:
+        for command in submits:
+            self.scheduler.add(command)
+            self.ids[command.request_id] = []
+
+    def step(self) -> Step:
+        step = self.scheduler.schedule()
+        self._check_step(step)
+        if step:
+            self.take(self.scheduler.commit(step, launch(self.runner, step)))
+        self.scheduler.check()
+        return step
+
+    def run(self, at_most: int = 10_000) -> int:
+        """Steps until nothing is left to do."""
+        for count in range(at_most):
+            if not self.step():
+                assert not self.scheduler.has_work, "work is left, yet nothing is scheduled"
+                self.scheduler.check_idle()
+                return count
+        raise AssertionError(f"not done after {at_most} steps")
+
+    def abort(self, request_id: str) -> None:
+        output = self.scheduler.abort(request_id)
+        self.take([] if output is None else [output])
+        self.scheduler.check()
+
+    def take(self, outputs: Sequence[RequestOutput]) -> None:
+        self.outputs += outputs
+        for output in outputs:
+            request_id = output.request_id
+            assert request_id not in self.ends, "an output after the last one"
+            self.ids[request_id] += output.token_ids
+            if output.finish_reason is not None:
+                self.ends[request_id] = output
+
+    def _check_step(self, step: Step) -> None:
+        scheduler = self.scheduler
+        assert step.num_tokens <= self.budget
+        assert len(scheduler.running) <= self.seats
+        assert scheduler.queue.num_new <= self.queue
+        requests = [work.request for work in step.work]
+        assert len({id(request) for request in requests}) == len(requests)
+        for work in step.work:
+            assert work.num_tokens >= 1
+            assert work.request.table.capacity >= work.start + work.num_tokens

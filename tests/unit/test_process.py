@@ -1,6 +1,5 @@
 """The engine process and its channel: start, stop, every way to die, and garbage frames."""
 
-
 from minidsa.configs.engine import EngineConfig
 from minidsa.scheduler.messages import Loaded, Outputs, Ready
 from minidsa.scheduler.process import EngineProcess
