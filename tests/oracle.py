@@ -82,10 +82,13 @@ def _rotate(x: Tensor, angles: Tensor, half_split: bool) -> Tensor:
 
 
 def _softmax_scale(config: Mapping[str, Any]) -> float:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     scale = (config["qk_nope_head_dim"] + config["qk_rope_head_dim"]) ** -0.5
-    all_dim = rope.get("mscale_all_dim", 0)
-    return scale * (0.1 * all_dim * math.log(rope["factor"]) + 1) ** 2 if all_dim else scale
+    return scale * _mscale(config, "mscale_all_dim") ** 2
+
+
+def _mscale(config: Mapping[str, Any], key: str) -> float:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return 0.1 * rope.get(key, 0) * math.log(rope.get("factor", 1)) + 1
 
 
 def _attention(
@@ -106,12 +109,13 @@ def _attention(
     )
     kv = layer.linear("self_attn.kv_b_proj", layer.norm("self_attn.kv_a_layernorm", kv))
     k_nope, v = kv.view(length, heads, nope + v_dim).split([nope, v_dim], -1)
-    q_rope = _rotate(q[..., nope:], angles, half_split)
-    k_rope = _rotate(k_rope.unsqueeze(1), angles, half_split)
+    stretch = _mscale(config, "mscale") / _mscale(config, "mscale_all_dim")
+    q_rope = _rotate(q[..., nope:], angles, half_split) * stretch
+    k_rope = _rotate(k_rope.unsqueeze(1), angles, half_split) * stretch
     logits = torch.einsum("qhd,khd->hqk", q[..., :nope], k_nope)
     logits = (logits + torch.einsum("qhd,kd->hqk", q_rope, k_rope[:, 0])) * _softmax_scale(config)
     allowed = torch.ones(length, length, dtype=torch.bool).tril()
-    if "index_topk" in config:
+    if config["model_type"] == "deepseek_v32":
         allowed = _select(layer, config, x, latent_q, angles, trace)
     probabilities = logits.masked_fill(~allowed, -math.inf).softmax(-1)
     out = torch.einsum("hqk,khd->qhd", probabilities, v).flatten(1)
@@ -134,8 +138,10 @@ def _select(
     k = layer.linear("self_attn.indexer.wk", x)
     weight, bias = (layer.weight(f"self_attn.indexer.k_norm.{n}") for n in ("weight", "bias"))
     k = F.layer_norm(k, (dim,), weight, bias, 1e-6).unsqueeze(1)
-    q = torch.cat((_rotate(q[..., :rope], angles, half_split), q[..., rope:]), -1)
-    k = torch.cat((_rotate(k[..., :rope], angles, half_split), k[..., rope:]), -1)
+    stretch = _mscale(config, "mscale") / _mscale(config, "mscale_all_dim")
+    q_rope = _rotate(q[..., :rope], angles, half_split) * stretch
+    k_rope = _rotate(k[..., :rope], angles, half_split) * stretch
+    q, k = torch.cat((q_rope, q[..., rope:]), -1), torch.cat((k_rope, k[..., rope:]), -1)
     dots = torch.einsum("qnd,kd->qnk", q, k[:, 0]).relu()
     weights = layer.linear("self_attn.indexer.weights_proj", x) * (heads * dim) ** -0.5
     scores = torch.einsum("qn,qnk->qk", weights, dots)
