@@ -51,7 +51,8 @@ def score(token: int, num_top: int) -> TokenScore:
 class Plan:
     """Faults of a run; steps count from 1, the warm-up's included.
 
-    hang_step never returns; poison_token makes every row that sees it non-finite.
+    hang_step never returns; poison_token makes every row that sees it non-finite; lose_step returns
+    one output too few.
     """
 
     fail_steps: frozenset[int] = frozenset()
@@ -59,6 +60,7 @@ class Plan:
     hang_step: int | None = None
     delay: float = 0.0
     poison_token: int | None = None
+    lose_step: int | None = None
 
 
 class PoisoningPool(PagePool):
@@ -103,7 +105,8 @@ class FakeRunner:
         for sequence in sequences:
             for i, token in enumerate(sequence.token_ids, sequence.context_len):
                 self.slots[self._slot(sequence, i)] = token
-        return [self._output(sequence) for sequence in sequences]
+        lost = self.num_steps == self.plan.lose_step
+        return [self._output(sequence) for sequence in sequences[: len(sequences) - lost]]
 
     def _misbehave(self) -> None:
         plan = self.plan

@@ -1,0 +1,217 @@
+"""The loop: commands in, outputs out, and what a failure costs."""
+
+import pytest
+
+from minidsa.scheduler.engine import Engine, EngineBroken
+from minidsa.scheduler.messages import Abort, Heartbeat, Outputs, Shutdown
+from minidsa.scheduler.worker import warm_up
+from scheduler_fakes import Driver, Plan, expected, submit
+
+
+class ScriptedLink:
+    """Hands over commands turn by turn, then Shutdown once the engine is idle; keeps the events."""
+
+    def __init__(self, turns, idle_turns=2):
+        self.turns = list(turns)
+        self.idle_turns = idle_turns
+        self.events = []
+        self.timeouts = []
+
+    def receive(self, timeout):
+        self.timeouts.append(timeout)
+        if self.turns:
+            return self.turns.pop(0)
+        if timeout > 0:
+            self.idle_turns -= 1
+        return [] if self.idle_turns >= 0 else [Shutdown()]
+
+    def send(self, event):
+        self.events.append(event)
+
+    def outputs(self, request_id=None):
+        return [
+            output
+            for event in self.events
+            if isinstance(event, Outputs)
+            for output in event.outputs
+            if request_id in (None, output.request_id)
+        ]
+
+    def ids(self, request_id):
+        return [token for output in self.outputs(request_id) for token in output.token_ids]
+
+    def ends(self):
+        return {o.request_id: o for o in self.outputs() if o.finish_reason is not None}
+
+
+class CountingWatchdog:
+    def __init__(self):
+        self.restarts = 0
+
+    def restart(self):
+        self.restarts += 1
+
+
+def serve(turns, plan=None, **settings):
+    driver = Driver(plan=plan, **settings)
+    link, watchdog = ScriptedLink(turns), CountingWatchdog()
+    engine = Engine(driver.runner, driver.scheduler, link, watchdog)
+    return engine, link, driver, watchdog
+
+
+def test_tokens_stream_step_by_step_and_end_once():
+    engine, link, driver, watchdog = serve([[submit("a", [1, 2, 3], 5)], [submit("b", [4], 3)]])
+    engine.run()
+    assert link.ids("a") == expected([1, 2, 3], 5)
+    assert link.ids("b") == expected([4], 3)
+    assert all(len(o.token_ids) == 1 for o in link.outputs())
+    assert [o.finish_reason for o in link.outputs("a")] == [None] * 4 + ["length"]
+    assert watchdog.restarts == len(link.timeouts)
+    driver.scheduler.check_idle()
+
+
+def test_it_waits_only_while_idle_and_then_its_heart_beats():
+    engine, link, _, _ = serve([[], [submit("a", [1], 2)]])
+    engine.run()
+    assert link.timeouts[:4] == [0.2, 0.2, 0.0, 0.2]
+    beats = [isinstance(event, Heartbeat) for event in link.events]
+    assert beats == [True, False, False, True, True]
+    stats = link.events[-1].stats
+    assert (stats.num_steps, stats.num_prompt_tokens, stats.num_generation_tokens) == (2, 1, 2)
+
+
+def test_every_step_says_that_the_engine_is_alive():
+    engine, link, _, _ = serve([[submit("a", list(range(40)), 1)]], budget=8)
+    engine.run()
+    busy = [event for event in link.events if isinstance(event, Outputs)]
+    assert [len(event.outputs) for event in busy] == [0, 0, 0, 0, 1]
+    assert busy[0].stats.num_running == 1
+
+
+def test_sch_16_submit_and_abort_in_one_turn():
+    engine, link, driver, _ = serve([[submit("a", [1, 2]), Abort("a"), Abort("unknown")]])
+    engine.run()
+    (output,) = link.outputs()
+    assert (output.request_id, output.finish_reason) == ("a", "abort")
+    assert driver.runner.num_steps == 0
+
+
+def test_pages_are_free_within_two_steps_of_an_abort():
+    engine, link, _, _ = serve([[submit("a", list(range(20)), 50)], [], [], [Abort("a")]])
+    engine.run()
+    assert link.ends()["a"].finish_reason == "abort"
+    position = next(
+        i
+        for i, e in enumerate(link.events)
+        if isinstance(e, Outputs) and e.outputs and e.outputs[0].finish_reason
+    )
+    assert link.events[position].stats.num_free_pages == 64
+
+
+@pytest.mark.parametrize(
+    ("command", "kind", "text"),
+    [
+        (submit("bad", [1] * 600), "invalid", "600 tokens"),
+        (submit("bad", [600]), "invalid", "0 to 511"),
+        (submit("bad", []), "invalid", "no tokens"),
+    ],
+)
+def test_a_refusal_is_answered_at_once(command, kind, text):
+    engine, link, _, _ = serve([[submit("good", [1], 3), command]])
+    engine.run()
+    bad = link.ends()["bad"]
+    assert (bad.finish_reason, bad.error_kind) == ("error", kind) and text in bad.error
+    assert link.ids("good") == expected([1], 3)
+
+
+def test_a_full_queue_is_told_apart_from_a_bad_request():
+    engine, link, _, _ = serve([[submit(f"r{i}", [i], 2) for i in range(6)]], queue=2)
+    engine.run()
+    kinds = [link.ends()[f"r{i}"].error_kind for i in range(6)]
+    assert kinds == [None, None, *["overloaded"] * 4]
+
+
+def test_an_id_in_use_gets_no_answer_of_its_own(caplog):
+    engine, link, _, _ = serve([[submit("a", [1, 2], 4)], [submit("a", [3], 4)]])
+    engine.run()
+    assert link.ids("a") == expected([1, 2], 4)
+    assert "'a' is in use" in caplog.text
+
+
+def test_shutdown_leaves_at_once():
+    engine, link, driver, _ = serve([[submit("a", [1], 50)], [], [Shutdown()]])
+    engine.run()
+    assert driver.runner.num_steps == 2 and link.ends() == {}
+
+
+@pytest.mark.parametrize("step", range(1, 21))
+@pytest.mark.parametrize("requests", [1, 8])
+def test_ops_06_a_failed_step_ends_its_requests_and_service_goes_on(step, requests, caplog):
+    first = [submit(f"r{i}", [i, i + 1, i + 2], 20) for i in range(requests)]
+    turns = [first, *[[] for _ in range(step)], [submit("after", [7, 7], 5)]]
+    engine, link, driver, _ = serve(turns, Plan(fail_steps=frozenset({step})))
+    engine.run()
+    ends = link.ends()
+    assert {end.finish_reason for name, end in ends.items() if name != "after"} == {"error"}
+    assert {end.error_kind for name, end in ends.items() if name != "after"} == {"internal"}
+    assert len(ends) == requests + 1 == len([o for o in link.outputs() if o.finish_reason])
+    for command in first:
+        assert link.ids(command.request_id) == expected(command.prompt_ids, step - 1)
+    assert link.ids("after") == expected([7, 7], 5)
+    assert f"planned failure of step {step}" in caplog.text
+    driver.scheduler.check_idle()
+
+
+def test_two_failed_steps_in_a_row_end_the_engine(caplog):
+    plan = Plan(fail_steps=frozenset({2, 3}))
+    turns = [[submit("a", [1], 9)], [submit("b", [2], 9)], [submit("c", [3], 9)]]
+    engine, link, _, _ = serve(turns, plan)
+    with pytest.raises(EngineBroken, match="two steps in a row"):
+        engine.run()
+    assert set(link.ends()) == {"a", "b"}
+    assert caplog.text.count("Traceback") == 2
+
+
+def test_failures_apart_do_not_add_up(caplog):
+    plan = Plan(fail_steps=frozenset({1, 3, 5}))
+    turns = [[submit(f"r{i}", [i], 2)] for i in range(6)]
+    engine, link, _, _ = serve(turns, plan, seats=1)
+    engine.run()
+    assert len(link.ends()) == 6
+    assert "planned failure of step 5" in caplog.text
+
+
+def test_broken_books_end_the_engine_whatever_runs():
+    engine, _, driver, _ = serve([[], []])
+    driver.scheduler.cache.pool.take(1)
+    with pytest.raises(RuntimeError, match="idle, yet 1 pages"):
+        engine.run()
+
+
+def test_a_runner_that_loses_an_output_is_a_failed_step(caplog):
+    turns = [[submit("a", [1], 2), submit("b", [2], 2)], [], [submit("c", [3], 2)]]
+    engine, link, _, _ = serve(turns, Plan(lose_step=1))
+    engine.run()
+    assert [end.finish_reason for end in link.ends().values()] == ["error", "error", "length"]
+    assert "1 outputs for 2 works" in caplog.text
+
+
+def test_warm_up_prefills_and_decodes_and_leaves_nothing_behind():
+    driver = Driver()
+    warm_up(driver.runner, driver.scheduler)
+    assert driver.runner.batches == [[16], [1]]
+    assert not driver.scheduler.has_work
+    driver.scheduler.check_idle()
+
+
+@pytest.mark.parametrize("longest", [2, 3, 5])
+def test_warm_up_fits_the_smallest_context(longest):
+    driver = Driver(max_model_len=longest)
+    warm_up(driver.runner, driver.scheduler)
+    assert driver.runner.batches[0] == [max(1, longest - 2)]
+
+
+def test_ops_04_a_warm_up_without_numbers_is_no_readiness():
+    driver = Driver(plan=Plan(poison_token=0))
+    with pytest.raises(EngineBroken, match=r"warm-up pass failed: .*non-finite"):
+        warm_up(driver.runner, driver.scheduler)
