@@ -39,8 +39,6 @@ class ServerConfig:
     """The name in requests and answers; the name of the checkpoint's folder when not given."""
     api_key: str | None = None
     """Asked of every route but health and version; no key is asked when not given."""
-    seed: int = 0
-    """Where the seeds of requests that name none are drawn from."""
     drain_seconds: float = 30.0
     """Time that open requests get to finish after SIGTERM."""
     heartbeat_seconds: float = 10.0

@@ -220,7 +220,7 @@ async def serving(
         defaults=SamplingDefaults(),
         client=client,
         metrics=Metrics("tiny", lambda: client.stats),
-        seeds=SeedSource(config.seed),
+        seeds=SeedSource(config.engine.seed),
     )
     app = create_app(service)
     if ready:

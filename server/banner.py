@@ -1,0 +1,43 @@
+"""What a start prints: the model, the choices made for it, the room it has, how to call it."""
+
+from .service import Service
+
+
+def loaded_lines(service: Service) -> list[str]:
+    """Lines for the operator, once the checkpoint is loaded."""
+    info = service.info
+    parameters, weights = _scaled(info.num_parameters), _mebibytes(info.weight_bytes)
+    cache = info.num_cache_tokens * info.cache_bytes_per_token
+    places = info.num_cache_tokens // service.max_tokens
+    return [
+        f"loaded {service.model_name}: {info.model_type}, {parameters} parameters, "
+        f"{weights} of weights in {info.dtype} on {info.device}, "
+        f"attention by {info.attention_backend}",
+        *(f"  {note}" for note in (*info.notes, *service.notes)),
+        f"cache: {info.num_cache_tokens} tokens in pages of {info.page_size} "
+        f"({_mebibytes(cache)}); room for {places} requests of full length, "
+        f"{info.max_num_seqs} run at once",
+        f"longest request: {service.max_tokens} tokens, prompt and output together",
+    ]
+
+
+def ready_line(model_name: str, host: str, port: int) -> str:
+    """The one line that scripts wait for; it begins with "ready" and is the last of a start."""
+    shown = f"[{host}]" if ":" in host else host
+    url = f"http://{shown}:{port}"
+    body = '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}'
+    return (
+        f"ready: {url} serves {model_name}; try: curl {url}/v1/chat/completions "
+        f"-H 'Content-Type: application/json' -d '{body}'"
+    )
+
+
+def _scaled(count: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

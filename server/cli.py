@@ -1,0 +1,154 @@
+"""The command `minidsa`.
+
+    minidsa serve [MODEL] [flags]          serve a checkpoint, the embedded one by default
+    minidsa make-checkpoint DIR            write a small random checkpoint
+    minidsa version
+
+A mistake is one line on stderr: exit code 2 for a wrong flag, 1 for what cannot be served.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import uvloop
+
+from ..configs.resolve import validate
+from ..configs.server import ServerConfig
+from ..scheduler.process import make_checkpoint
+from .engine_client import StartFailed
+from .flags import (
+    SERVE_FLAGS,
+    OneLineParser,
+    UsageError,
+    add_flags,
+    read_settings,
+    refuse_unknown,
+)
+from .serving import Serving
+
+EMBEDDED = Path(__file__).parents[1] / "checkpoints" / "tiny-dsa"
+RANDOM_SEED = 0
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the console script."""
+    try:
+        sys.exit(_run(sys.argv[1:] if arguments is None else list(arguments)))
+    except UsageError as error:
+        print(f"minidsa: {_line(error)}", file=sys.stderr)
+        sys.exit(2)
+    except StartFailed as error:
+        print(f"minidsa: {_line(error)}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _run(arguments: list[str]) -> int:
+    parser = _parser()
+    parsed, unknown = parser.parse_known_args(arguments)
+    if parsed.version or parsed.command == "version":
+        print(f"minidsa {version('minidsa')}")
+        return 0
+    if parsed.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    refuse_unknown(unknown, SERVE_FLAGS if parsed.command == "serve" else ("--seed",))
+    if parsed.command == "make-checkpoint":
+        return _make_checkpoint(Path(parsed.directory), parsed.seed)
+    return _serve(read_settings(parsed))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(prog="minidsa", allow_abbrev=False)
+    parser.add_argument("--version", action="store_true", help="print the version and leave")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    serve = commands.add_parser("serve", help="serve a checkpoint", allow_abbrev=False)
+    serve.add_argument("model", nargs="?", help="folder of a checkpoint in Hugging Face layout")
+    add_flags(serve)
+    make = commands.add_parser(
+        "make-checkpoint", help="write a small random checkpoint", allow_abbrev=False
+    )
+    make.add_argument("directory")
+    make.add_argument("--seed", type=int, default=RANDOM_SEED)
+    commands.add_parser("version", help="print the version")
+    return parser
+
+
+def _serve(config: ServerConfig) -> int:
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.INFO)
+    # A log that cannot be written must not disturb the serving.
+    logging.raiseExceptions = False
+    for name in ("uvicorn", "uvicorn.error"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    if not config.engine.model:
+        engine = dataclasses.replace(config.engine, model=str(_default_checkpoint()))
+        config = dataclasses.replace(config, engine=engine)
+    try:
+        validate(config.engine)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if not Path(config.engine.model).is_dir():
+        raise StartFailed(f"{config.engine.model} is not a folder with a checkpoint")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(Serving(config, _say).run())
+
+
+def _say(line: str) -> None:
+    try:
+        print(line, flush=True)
+    except OSError:
+        # Nobody reads; serving goes on.
+        logging.getLogger(__name__).warning("stdout is closed")
+
+
+def _make_checkpoint(directory: Path, seed: int) -> int:
+    if directory.exists() and any(directory.iterdir()):
+        raise StartFailed(f"{directory} is not empty; a checkpoint is written to a new folder")
+    try:
+        make_checkpoint(str(directory), seed)
+    except RuntimeError as error:
+        raise StartFailed(str(error)) from None
+    print(f"wrote a random checkpoint to {directory}; serve it with: minidsa serve {directory}")
+    return 0
+
+
+def _default_checkpoint() -> Path:
+    """The checkpoint of the source tree, else a random one that is written once and kept."""
+    if (EMBEDDED / "config.json").is_file():
+        return EMBEDDED
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minidsa"
+    target = cache / f"random-{version('minidsa')}-{RANDOM_SEED}"
+    if (target / "config.json").is_file():
+        return target
+    _say(f"no checkpoint given: writing a small random one to {target}")
+    cache.mkdir(parents=True, exist_ok=True)
+    # Written aside and moved, so that an interrupted start leaves nothing half made.
+    aside = Path(tempfile.mkdtemp(dir=cache))
+    try:
+        make_checkpoint(str(aside), RANDOM_SEED)
+        aside.rename(target)
+    except RuntimeError as error:
+        raise StartFailed(str(error)) from None
+    except OSError:
+        # Another start was faster.
+        if not (target / "config.json").is_file():
+            raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return target
+
+
+if __name__ == "__main__":
+    main()

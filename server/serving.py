@@ -1,0 +1,236 @@
+"""The life of a server process: load, listen, serve, drain, leave.
+
+The address is taken before the model is loaded, so that a taken port is told at once, but nobody
+is listened to before the checkpoint was read and verified. The first SIGTERM or SIGINT ends the
+intake: open requests finish, then the process leaves with 0. The second one, a cut drain and a dead
+engine leave with 1.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import uvicorn
+
+from ..configs.server import ServerConfig
+from ..scheduler.messages import EngineInfo
+from ..scheduler.process import EngineProcess
+from .app import create_app
+from .banner import loaded_lines, ready_line
+from .chat_formats import choose_format
+from .engine_client import EngineClient, StartFailed
+from .http_protocol import guarded_protocol
+from .metrics import Metrics
+from .sampling import SeedSource, read_defaults
+from .service import Service
+from .tokenizer import Tokenizer
+
+TELLING_SECONDS = 1.0
+"""Time for open streams to be told of the engine's death before the process leaves."""
+CUT_SECONDS = 1.0
+"""Time for aborted streams to write their end."""
+
+_log = logging.getLogger(__name__)
+Say = Callable[[str], None]
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The socket to serve on, not listening yet; raises StartFailed where it cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except (OSError, OverflowError) as error:
+        sock.close()
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise StartFailed(f"cannot listen on {host} port {port}: {reason}") from None
+    return sock
+
+
+class _Listener(uvicorn.Server):
+    """uvicorn without its signal handling, which ends a clean shutdown by a signal."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Serving:
+    """One run of a server; `run` returns the exit code."""
+
+    def __init__(self, config: ServerConfig, say: Say) -> None:
+        self._config = config
+        self._say = say
+        self._signals: asyncio.Queue[int] = asyncio.Queue()
+
+    async def run(self) -> int:
+        """Serve until told to leave; raises StartFailed where nothing can be served."""
+        config = self._config
+        tokenizer = _tokenizer(config)
+        with bind(config.host, config.port) as sock, self._watching_signals():
+            engine = EngineProcess.start(config.engine)
+            try:
+                client = EngineClient(engine, config.heartbeat_seconds, config.engine.hang_timeout)
+                info = await self._load(client)
+                if info is None:
+                    return 1
+                service = make_service(config, client, info, tokenizer)
+                for line in loaded_lines(service):
+                    self._say(line)
+                code = await self._serve(service, sock)
+                await client.stop()
+                await engine.stop(timeout=1.0)
+                return code
+            finally:
+                engine.close()
+
+    async def _load(self, client: EngineClient) -> EngineInfo | None:
+        """What was loaded; None if a signal came first."""
+        loading = asyncio.ensure_future(client.load())
+        signalled = asyncio.ensure_future(self._signals.get())
+        try:
+            await asyncio.wait((loading, signalled), return_when=asyncio.FIRST_COMPLETED)
+            return await loading if loading.done() else None
+        finally:
+            loading.cancel()
+            signalled.cancel()
+            await asyncio.gather(loading, signalled, return_exceptions=True)
+
+    async def _serve(self, service: Service, sock: socket.socket) -> int:
+        client, listener = service.client, _listener(service)
+        client.start()
+        serving = asyncio.create_task(listener.serve(sockets=[sock]), name="listener")
+        announcing = asyncio.create_task(self._announce(service, sock), name="announcing")
+        dying = asyncio.create_task(client.dead.wait(), name="dying")
+        signalled = asyncio.create_task(self._signals.get(), name="signalled")
+        try:
+            await asyncio.wait((serving, dying, signalled), return_when=asyncio.FIRST_COMPLETED)
+            if signalled.done():
+                code = await self._drain(service, dying)
+            else:
+                code = 1
+                _log.error("%s", client.failure or "the listener has stopped")
+                await asyncio.sleep(TELLING_SECONDS)
+            await self._close(listener, serving, is_clean=code == 0)
+            return code
+        finally:
+            for task in (announcing, dying, signalled):
+                task.cancel()
+            await asyncio.gather(announcing, dying, signalled, return_exceptions=True)
+
+    async def _announce(self, service: Service, sock: socket.socket) -> None:
+        await service.client.ready.wait()
+        host, port = sock.getsockname()[:2]
+        self._say(ready_line(service.model_name, host, port))
+
+    async def _drain(self, service: Service, dying: "asyncio.Task[bool]") -> int:
+        """Let open requests finish; returns 0 if all did."""
+        service.client.drain()
+        finishing = asyncio.create_task(_until_idle(service))
+        forced = asyncio.create_task(self._signals.get())
+        try:
+            await asyncio.wait(
+                (finishing, forced, dying),
+                timeout=self._config.drain_seconds,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if finishing.done():
+                return 0
+            if not forced.done():
+                _log.warning("%d requests were cut", len(service.generations))
+                for generation in list(service.generations.values()):
+                    generation.abort()
+                await asyncio.wait((finishing,), timeout=CUT_SECONDS)
+            return 1
+        finally:
+            finishing.cancel()
+            forced.cancel()
+            await asyncio.gather(finishing, forced, return_exceptions=True)
+
+    async def _close(
+        self, listener: uvicorn.Server, serving: "asyncio.Task[None]", is_clean: bool
+    ) -> None:
+        listener.should_exit = True
+        # Forced, uvicorn does not wait for connections that are still open.
+        listener.force_exit = not is_clean
+        await asyncio.wait((serving,), timeout=2.0)
+        if not serving.done():
+            serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+    @contextlib.contextmanager
+    def _watching_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        for number in numbers:
+            loop.add_signal_handler(number, self._signals.put_nowait, number)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+
+async def _until_idle(service: Service) -> None:
+    while service.generations:
+        await asyncio.sleep(0.02)
+
+
+def _tokenizer(config: ServerConfig) -> Tokenizer:
+    try:
+        return Tokenizer.from_directory(config.engine.model)
+    except ValueError as error:
+        raise StartFailed(str(error)) from None
+
+
+def make_service(
+    config: ServerConfig, client: EngineClient, info: EngineInfo, tokenizer: Tokenizer
+) -> Service:
+    """The text side of a loaded model; raises StartFailed where it does not fit the engine's."""
+    directory = Path(config.engine.model)
+    try:
+        tokenizer.check_vocab(info.vocab_size)
+        choice = choose_format(info.model_type, directory, tokenizer)
+        defaults, note = read_defaults(directory)
+    except ValueError as error:
+        raise StartFailed(str(error)) from None
+    notes = [] if note is None else [note]
+    if choice is None:
+        notes.append("chat is refused: the checkpoint has no chat format")
+    else:
+        notes.append(f"chat format {choice.format.name}: {choice.reason}")
+        notes += [] if choice.warning is None else [f"warning: {choice.warning}"]
+    name = config.served_model_name or directory.resolve().name
+    return Service(
+        config=config,
+        model_name=name,
+        info=info,
+        tokenizer=tokenizer,
+        chat_format=None if choice is None else choice.format,
+        defaults=defaults,
+        client=client,
+        metrics=Metrics(name, lambda: client.stats),
+        seeds=SeedSource(config.engine.seed),
+        notes=tuple(notes),
+    )
+
+
+def _listener(service: Service) -> uvicorn.Server:
+    limits = service.config.limits
+    return _Listener(
+        uvicorn.Config(
+            create_app(service),
+            http=guarded_protocol(limits),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=int(limits.keep_alive_seconds),
+        )
+    )
