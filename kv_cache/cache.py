@@ -21,10 +21,13 @@ class KvCache:
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    def grow(self, table: BlockTable, num_tokens: int) -> bool:
-        """Make room for `num_tokens` in all; False, with nothing taken, if pages are short."""
+    def grow(self, table: BlockTable, num_tokens: int, spare: int = 0) -> bool:
+        """Make room for `num_tokens` in all and leave `spare` pages free.
+
+        False, with nothing taken, if pages are short.
+        """
         missing = self.pages_for(num_tokens) - len(table.pages)
-        if missing > self.pool.num_free:
+        if missing + spare > self.pool.num_free:
             return False
         if missing > 0:
             table.pages.extend(self.pool.take(missing))

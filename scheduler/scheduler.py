@@ -125,6 +125,11 @@ class Scheduler:
         running = [r for r in self._alive.values() if r.state is State.RUNNING]
         if len(running) != len(self.running) or len(running) + len(self.queue) != len(self._alive):
             raise RuntimeError("a request is lost or stands in two places")
+        others = [r for r in self._alive.values() if r.state is not State.RUNNING]
+        if self.running != sorted(running, key=age) or (
+            others and self.queue.head() is not min(others, key=age)
+        ):
+            raise RuntimeError("a request overtook an older one")
         for request in self._alive.values():
             known = request.num_computed if request.phase is Phase.DECODE else request.num_tokens
             tokens = known if request.state is State.RUNNING else 0
@@ -177,12 +182,10 @@ class Scheduler:
         request = self.queue.head()
         if request is None or len(self.running) >= self._config.max_num_seqs:
             return None
-        needed = self.cache.pages_for(request.num_tokens) + len(self.running)
-        if needed > self.cache.pool.num_free:
+        if not self.cache.grow(request.table, request.num_tokens, spare=len(self.running)):
             return None
         self.queue.pop()
         request.admit()
-        self.cache.grow(request.table, request.num_tokens)
         insort(self.running, request, key=age)
         return request
 

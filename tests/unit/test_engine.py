@@ -3,7 +3,7 @@
 import pytest
 
 from minidsa.scheduler.engine import Engine, EngineBroken
-from minidsa.scheduler.messages import Abort, Heartbeat, Outputs, Shutdown
+from minidsa.scheduler.messages import Abort, Command, Heartbeat, Outputs, Shutdown
 from minidsa.scheduler.worker import warm_up
 from scheduler_fakes import Driver, Plan, expected, submit
 
@@ -17,7 +17,7 @@ class ScriptedLink:
         self.events = []
         self.timeouts = []
 
-    def receive(self, timeout):
+    def receive(self, timeout: float) -> list[Command]:
         self.timeouts.append(timeout)
         if self.turns:
             return self.turns.pop(0)

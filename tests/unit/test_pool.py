@@ -109,6 +109,13 @@ def test_growth_takes_all_or_nothing():
     cache.check([mine, other])
 
 
+def test_growth_leaves_the_spare_pages_free():
+    cache, table = KvCache(4, 2), BlockTable(2)
+    assert not cache.grow(table, 4, spare=3)
+    assert cache.grow(table, 4, spare=2)
+    assert cache.pool.num_free == 2
+
+
 def test_slots_follow_the_pages():
     assert BlockTable(4, [7, 2]).slots(2, 6) == [30, 31, 8, 9]
 

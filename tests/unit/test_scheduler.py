@@ -137,6 +137,18 @@ def test_the_longest_waiting_of_several_preempted_resumes_first():
     assert [work.request.request_id for work in step.work] == ["r0", "r1", "r2"]
 
 
+def test_a_newcomer_is_not_thrown_out_by_the_next_tokens_of_others():
+    driver = Driver(pages=7)
+    driver.add(
+        submit("a", prompt(8), 5), submit("b", prompt(8, 2), 5), submit("c", prompt(8, 3), 5)
+    )
+    driver.step()
+    # Seven pages hold three prompts of two; but then nobody could take a next token.
+    assert [r.request_id for r in driver.scheduler.running] == ["a", "b"]
+    driver.run()
+    assert driver.scheduler.counters.num_preemptions == 0
+
+
 def test_nobody_overtakes_a_large_request_at_the_head():
     driver = Driver(pages=12)
     driver.add(submit("running", prompt(20), 8), submit("large", prompt(40), 2))
@@ -354,6 +366,12 @@ def test_the_books_notice_what_is_wrong():
     driver.scheduler.running.clear()
     with pytest.raises(RuntimeError, match="two places"):
         driver.scheduler.check()
+    unfair = Driver()
+    unfair.add(submit("a", prompt(9), 5), submit("b", prompt(9), 5))
+    unfair.step()
+    unfair.scheduler.running.reverse()
+    with pytest.raises(RuntimeError, match="overtook"):
+        unfair.scheduler.check()
     idle = Driver()
     idle.scheduler.cache.pool.take(1)
     with pytest.raises(RuntimeError, match="1 pages are not free"):
