@@ -92,13 +92,13 @@ def _serve(config: ServerConfig) -> int:
     logging.raiseExceptions = False
     for name in ("uvicorn", "uvicorn.error"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    if not config.engine.model:
-        engine = dataclasses.replace(config.engine, model=str(_default_checkpoint()))
-        config = dataclasses.replace(config, engine=engine)
     try:
         validate(config.engine)
     except ValueError as error:
         raise UsageError(str(error)) from None
+    if not config.engine.model:
+        engine = dataclasses.replace(config.engine, model=str(_default_checkpoint()))
+        config = dataclasses.replace(config, engine=engine)
     if not Path(config.engine.model).is_dir():
         raise StartFailed(f"{config.engine.model} is not a folder with a checkpoint")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -16,7 +16,7 @@ MAX_CHOICES = 128
 MAX_BIASES = 1024
 _INT64 = 2**63
 
-NonNegative = Annotated[int, Field(ge=0)]
+NonNegative = Annotated[int, Field(ge=0, lt=_INT64)]
 Int64 = Annotated[int, Field(ge=-_INT64, lt=_INT64)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -117,7 +117,7 @@ class GenerationRequest(RequestModel):
     max_tokens: NonNegative | None = None
     max_completion_tokens: NonNegative | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
-    best_of: int | None = None
+    best_of: Annotated[int | None, Field(ge=1, lt=_INT64)] = None
     seed: Int64 | None = None
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None

@@ -1,0 +1,149 @@
+"""Settings: flags before file before defaults; every mistake is one line that names it."""
+
+import pytest
+
+from minidsa.server.cli import main
+from minidsa.server.flags import (
+    SERVE_FLAGS,
+    OneLineParser,
+    UsageError,
+    add_flags,
+    read_settings,
+    refuse_unknown,
+)
+
+
+def settings(*arguments: str, environment: dict[str, str] | None = None):
+    parser = OneLineParser(prog="serve", allow_abbrev=False)
+    parser.add_argument("model", nargs="?")
+    add_flags(parser)
+    parsed, unknown = parser.parse_known_args(arguments)
+    refuse_unknown(unknown, SERVE_FLAGS)
+    return read_settings(parsed, environment or {})
+
+
+def test_defaults():
+    config = settings()
+    assert (config.host, config.port, config.engine.model) == ("127.0.0.1", 8000, "")
+    assert config.api_key is None
+
+
+def test_named_flags_reach_their_settings():
+    config = settings(
+        "folder", "--port", "9", "--max-num-seqs", "3", "--max-num-batched-tokens=64",
+        "--dtype", "float32", "--seed", "7", "--served-model-name", "123",
+    )  # fmt: skip
+    assert config.engine.model == "folder"
+    assert (config.port, config.served_model_name) == (9, "123")
+    assert config.engine.scheduler.max_num_seqs == 3
+    assert config.engine.scheduler.max_num_batched_tokens == 64
+    assert (config.engine.dtype, config.engine.seed) == ("float32", 7)
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
+    file = tmp_path / "serving.toml"
+    file.write_text('port = 1\nhost = "0.0.0.0"\n[engine.cache]\npage_size = 4\n')
+    config = settings("--config", str(file), "--port", "2", "--set", "engine.cache.num_pages=9")
+    assert (config.port, config.host) == (2, "0.0.0.0")
+    assert (config.engine.cache.page_size, config.engine.cache.num_pages) == (4, 9)
+
+
+def test_set_reaches_every_setting():
+    config = settings("--set", "drain_seconds=1.5", "--set", "limits.max_body_bytes=99")
+    assert (config.drain_seconds, config.limits.max_body_bytes) == (1.5, 99)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--prot", "1"], ["--prot", "--port"]),
+        (["--max-num-seq", "1"], ["--max-num-seq", "--max-num-seqs"]),
+        (["--set", "engine.cache.pagesize=1"], ["engine.cache.pagesize", "engine.cache.page_size"]),
+        (["--set", "page_size=1"], ["page_size", "engine.cache.page_size"]),
+        (["--set", "engine.cache=1"], ["engine.cache is a section"]),
+        (["--set", "port.x=1"], ["port"]),
+        (["--set", "port"], ["SECTION.FIELD=VALUE"]),
+        (["--port", "many"], ["port", "int"]),
+        (["--port", "70000"], ["port", "65535"]),
+        (["--port"], ["--port"]),
+        (["--port", "1", "--port", "2"], ["--port", "twice"]),
+        (["--dtype", "float8"], ["engine.dtype", "float8"]),
+        (["--drain-seconds", "nan"], ["drain_seconds"]),
+        (["--drain-seconds", "-1"], ["drain_seconds"]),
+        (["--set", "limits.header_seconds=0"], ["limits.header_seconds"]),
+        (["--config", "/nowhere/at.toml"], ["/nowhere/at.toml", "No such file"]),
+        (["a", "b"], ["argument", "b"]),
+    ],
+)
+def test_mistakes_are_named(arguments, parts):
+    with pytest.raises(UsageError) as caught:
+        settings(*arguments)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("port = ", "Invalid"),
+        ('port = "8000"', "port"),
+        ("prot = 1", "did you mean port"),
+        ("[engine]\nscheduler = 3", "engine.scheduler"),
+        ("[limits]\nmax_body_bytes = true", "limits.max_body_bytes"),
+    ],
+)
+def test_mistakes_in_a_file_are_named(tmp_path, text, part):
+    file = tmp_path / "bad.toml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=part):
+        settings("--config", str(file))
+
+
+def test_abu_18_an_empty_key_refuses_to_start():
+    for arguments, environment in (
+        (["--api-key", ""], {}),
+        (["--api-key", "  "], {}),
+        ([], {"MINIDSA_API_KEY": ""}),
+    ):
+        with pytest.raises(UsageError, match="api_key is empty"):
+            settings(*arguments, environment=environment)
+
+
+def test_the_key_comes_from_flag_then_environment_then_file(tmp_path):
+    file = tmp_path / "key.toml"
+    file.write_text('api_key = "file"')
+    assert settings("--config", str(file)).api_key == "file"
+    environment = {"MINIDSA_API_KEY": "environment"}
+    assert settings("--config", str(file), environment=environment).api_key == "environment"
+    assert settings("--api-key", "flag", environment=environment).api_key == "flag"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[object, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    out = capsys.readouterr()
+    return caught.value.code, out.out, out.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "part"),
+    [
+        (["serve", "--prot", "1"], 2, "did you mean --port?"),
+        (["serve", "/nowhere/at/all"], 1, "/nowhere/at/all"),
+        (["serve", "--max-num-seqs", "0"], 2, "max_num_seqs"),
+        (["surf"], 2, "surf"),
+        (["make-checkpoint", "/tmp"], 1, "not empty"),
+    ],
+)
+def test_a_refusal_is_one_line_and_an_exit_code(capsys, arguments, code, part):
+    found, out, err = run(capsys, *arguments)
+    assert found == code
+    assert out == ""
+    assert err.startswith("minidsa: ") and err.count("\n") == 1 and part in err
+
+
+def test_version(capsys):
+    for arguments in (["version"], ["--version"]):
+        code, out, _ = run(capsys, *arguments)
+        assert code == 0
+        assert out.startswith("minidsa ")
