@@ -8,6 +8,7 @@ rows are in the cache before a backend is called: backends only read it.
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from .metadata import AttentionBatch
@@ -45,6 +46,18 @@ class Query:
     nope_THN: Tensor
     rope_THR: Tensor
     index: IndexQuery | None = None
+
+    def require(self, num_tokens: int, dtype: torch.dtype) -> None:
+        """Raise ValueError or TypeError unless the query has these tokens and the cache's dtype."""
+        heads = self.nope_THN.shape[1]
+        shapes = [tuple(t.shape[:2]) for t in (self.nope_THN, self.rope_THR)]
+        if shapes != [(num_tokens, heads)] * 2:
+            raise ValueError(
+                f"the plan has {num_tokens} tokens, the query's parts have {shapes[0]} and "
+                f"{shapes[1]} tokens and heads"
+            )
+        if self.nope_THN.dtype != dtype:
+            raise TypeError(f"the query is {self.nope_THN.dtype}, the cache holds {dtype}")
 
     def rows(self, start: int, stop: int) -> "Query":
         """The query of tokens start..stop-1."""

@@ -7,8 +7,47 @@ so nothing stale can survive it. Lengths are host integers: every decision that 
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """The extends or the decodes of a step: a read-only view of some requests of the batch.
+
+    The fields are those of `AttentionBatch`, cut to these requests.
+    """
+
+    query_lens: tuple[int, ...]
+    context_lens: tuple[int, ...]
+    block_table_BP: Tensor
+
+    def __len__(self) -> int:
+        return len(self.query_lens)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return sum(self.query_lens)
+
+    @cached_property
+    def kv_lens(self) -> tuple[int, ...]:
+        """Tokens of each request once this step's rows are written."""
+        return tuple(q + c for q, c in zip(self.query_lens, self.context_lens, strict=True))
+
+    @cached_property
+    def longest(self) -> int:
+        return max(self.kv_lens, default=0)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where the tokens of each request begin among those of the part."""
+        return tuple(accumulate(self.query_lens[:-1], initial=0))[: len(self)]
+
+    def visible(self) -> list[int]:
+        """Keys that each token sees: context + j + 1, and 0 for a padding request's."""
+        lens = zip(self.query_lens, self.context_lens, strict=True)
+        return [max(0, context + j + 1) for query, context in lens for j in range(query)]
 
 
 @dataclass(frozen=True)
@@ -16,9 +55,11 @@ class AttentionBatch:
     """B requests, extends (prompt chunks) first, decodes after; T tokens in that order.
 
     Every decode request brings the same number of tokens, `decode_width` (1, or draft tokens + 1).
+    Token j of a request sees its context, the tokens before it and itself: context + j + 1 keys.
 
     query_lens: tokens of each request in this step, each at least 1.
-    context_lens: tokens of each request that were cached before this step.
+    context_lens: tokens of each request that were cached before this step. A padding request has
+        context -query_len: none of its tokens sees any key, and attention gives it zeros.
     positions_T: int64, position of each token in its request.
     slots_T: int64, cache slot (page * page_size + offset) that each token's rows go to.
     block_table_BP: int32, pages of each request in order, padded with page 0.
@@ -30,6 +71,16 @@ class AttentionBatch:
     positions_T: Tensor
     slots_T: Tensor
     block_table_BP: Tensor
+
+    @cached_property
+    def extends(self) -> Part:
+        n = self.num_extends
+        return Part(self.query_lens[:n], self.context_lens[:n], self.block_table_BP[:n])
+
+    @cached_property
+    def decodes(self) -> Part:
+        n = self.num_extends
+        return Part(self.query_lens[n:], self.context_lens[n:], self.block_table_BP[n:])
 
     @cached_property
     def num_extend_tokens(self) -> int:
@@ -46,4 +97,19 @@ class AttentionBatch:
     @cached_property
     def kv_lens(self) -> tuple[int, ...]:
         """Tokens of each request once this step's rows are written."""
-        return tuple(q + c for q, c in zip(self.query_lens, self.context_lens, strict=True))
+        return self.extends.kv_lens + self.decodes.kv_lens
+
+    def require_same_shape(self, other: "AttentionBatch") -> None:
+        """Raise ValueError unless a plan for this batch can be refreshed for `other`.
+
+        Only plans of pure decodes can: as many requests of as many tokens, as wide a block table.
+        """
+        for batch in (self, other):
+            if batch.num_extends:
+                raise ValueError(f"a plan with {batch.num_extends} extends cannot be refreshed")
+        shapes = [(b.query_lens, tuple(b.block_table_BP.shape)) for b in (self, other)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"the plan was made for tokens and block table {shapes[0]}, the batch has "
+                f"{shapes[1]}: make a new plan"
+            )

@@ -28,6 +28,7 @@ class CacheStorage:
         self.layout = layout
         self.page_size = page_size
         self.num_pages = num_pages
+        self.dtype = dtype
         slots = num_pages * page_size
         self.latent_LSC = torch.zeros(
             layout.num_layers, slots, layout.latent_width, dtype=dtype, device=device
@@ -46,22 +47,31 @@ class CacheStorage:
 
     def write_index(self, layer: int, slots_T: Tensor, keys_TD: Tensor) -> None:
         """Store the index keys of T tokens; the layer must own an indexer."""
+        self._index_k(layer)[slots_T] = keys_TD
+
+    def latent_rows(self, layer: int, slots: Tensor | slice) -> Tensor:
+        """The latent rows in `slots`, [..., latent_width].
+
+        A slice gives a view; int64 slots of any shape a copy.
+        """
+        return _rows(self.latent_LSC[layer], slots)
+
+    def index_rows(self, layer: int, slots: Tensor | slice) -> Tensor:
+        """The index keys in `slots`, [..., index_width]; as `latent_rows`.
+
+        Raises ValueError where the layer owns no indexer.
+        """
+        return _rows(self._index_k(layer), slots)
+
+    def _index_k(self, layer: int) -> Tensor:
         rows_SD = self.index_k[layer]
         if rows_SD is None:
             raise ValueError(f"layer {layer} keeps no index keys")
-        rows_SD[slots_T] = keys_TD
-
-    def latent_rows(self, layer: int, slots: Tensor) -> Tensor:
-        """A copy of the latent rows in `slots` (int64, any shape): [..., latent_width]."""
-        return _gather(self.latent_LSC[layer], slots)
-
-    def index_rows(self, layer: int, slots: Tensor) -> Tensor:
-        """A copy of the index keys in `slots` (int64, any shape): [..., index_width]."""
-        rows_SD = self.index_k[layer]
-        if rows_SD is None:
-            raise ValueError(f"layer {layer} keeps no index keys")
-        return _gather(rows_SD, slots)
+        return rows_SD
 
 
-def _gather(rows_SX: Tensor, slots: Tensor) -> Tensor:
+def _rows(rows_SX: Tensor, slots: Tensor | slice) -> Tensor:
+    if isinstance(slots, slice):
+        return rows_SX[slots]
+    # index_select copies half as fast again as indexing does.
     return rows_SX.index_select(0, slots.flatten()).view(*slots.shape, rows_SX.shape[1])

@@ -1,8 +1,11 @@
 """Plain torch arithmetic of latent attention and of the lightning indexer.
 
-These are the definitions every kernel is held to, and what serves on a CPU. T queries stand in
-rows; each sees `counts_T[t]` keys, which come first. What stands behind them is masked: callers
-fill those places with rows of the same request, so that no foreign or unwritten value is touched.
+These are the definitions every kernel is held to; the batched ones also serve on a CPU. The
+formulas are those of DeepSeek-V2 (MLA) and DeepSeek-V3.2-Exp (indexer). Softmax, log-sum-exp
+(natural logarithm) and scores are fp32 whatever the cache holds.
+
+Places that a query does not see are masked, but 0 * NaN is NaN: where a function says so, callers
+fill such places with rows that the request owns; the others never let them reach a product.
 """
 
 import torch
@@ -12,7 +15,10 @@ HIDDEN = float("-inf")
 
 
 def absorbed_query(nope_THN: Tensor, rope_THR: Tensor, w_uk_HNC: Tensor, scale: float) -> Tensor:
-    """scale * (W_UK,h^T q_h, rope_h): queries against latent rows, [T, H, C + R]."""
+    """scale * (W_UK,h^T q_h, rope_h): queries against latent rows, [T, H, C + R].
+
+    scale is (N + R)^-0.5 and YaRN's correction, not (C + R)^-0.5. Any float dtype, kept.
+    """
     latent_HTC = torch.bmm(nope_THN.transpose(0, 1), w_uk_HNC)
     return torch.cat((latent_HTC.transpose(0, 1), rope_THR), dim=-1).mul_(scale)
 
@@ -23,39 +29,71 @@ def unabsorb(latent_THC: Tensor, w_uv_HVC: Tensor) -> Tensor:
 
 
 def latent_attention(
-    q_BQX: Tensor, rows_BLX: Tensor, counts_BQ: Tensor | None, latent_width: int
+    q_BQX: Tensor, rows_BLX: Tensor, hidden_BQX: Tensor | None, latent_width: int
 ) -> Tensor:
-    """softmax(q . row) applied to the latent part of the rows: [B, Q, C].
+    """softmax(q . row) applied to the latent part of the rows: [B, Q, C] in the rows' dtype.
 
-    q_BQX: absorbed queries with the softmax scale folded in, X = C + R; the Q queries of a batch
-    entry share its L rows. counts_BQ: visible rows of each query, at least 1; None: all of them.
+    q_BQX: absorbed queries, X = C + R; the Q queries of a batch entry share its L rows.
+    hidden_BQX: bool, broadcastable to the last X rows of each query; True where it does not see a
+    row, which must be finite all the same. Who sees nothing becomes NaN: callers set it to zero.
     """
-    scores_BQL = torch.bmm(q_BQX, rows_BLX.transpose(1, 2))
-    if counts_BQ is not None:
-        keys_L = torch.arange(rows_BLX.shape[1], device=rows_BLX.device)
-        scores_BQL.masked_fill_(keys_L >= counts_BQ.unsqueeze(-1), HIDDEN)
-    weights_BQL = torch.softmax(scores_BQL.float(), dim=-1).to(rows_BLX.dtype)
-    return torch.bmm(weights_BQL, rows_BLX[..., :latent_width])
+    rows = rows_BLX.float()
+    scores_BQL = torch.bmm(q_BQX.float(), rows.transpose(1, 2))
+    if hidden_BQX is not None:
+        scores_BQL[..., -hidden_BQX.shape[-1] :].masked_fill_(hidden_BQX, HIDDEN)
+    weights_BQL = torch.softmax(scores_BQL, dim=-1)
+    return torch.bmm(weights_BQL, rows[..., :latent_width]).to(rows_BLX.dtype)
+
+
+def sparse_attention(
+    q_THX: Tensor, rows_SX: Tensor, slots_TK: Tensor, counts_T: Tensor, latent_width: int
+) -> tuple[Tensor, Tensor]:
+    """Absorbed attention of each query over its own slots: (fp32 [T, H, C], LSE fp32 [T, H]).
+
+    An entry counts when its column is below counts_T[t] and its slot is not negative; other
+    entries may hold anything and are never read. A query with no entry gives zeros and -inf.
+    rows_SX: the cache of one layer. Twin of the sparse decode and prefill kernels.
+    """
+    columns_K = torch.arange(slots_TK.shape[1], device=slots_TK.device)
+    valid_TK = (columns_K < counts_T.unsqueeze(1)) & (slots_TK >= 0)
+    rows_TKX = rows_SX[slots_TK.where(valid_TK, 0).long()].float()
+    # Slot 0 stands in for entries that do not count; it may hold NaN and must not reach a product.
+    rows_TKX = rows_TKX.masked_fill(~valid_TK.unsqueeze(-1), 0.0)
+    scores_THK = torch.einsum("thx,tkx->thk", q_THX.float(), rows_TKX)
+    scores_THK = scores_THK.masked_fill(~valid_TK.unsqueeze(1), HIDDEN)
+    weights_THK, lse_TH = _softmax_lse(scores_THK)
+    out_THC = torch.einsum("thk,tkc->thc", weights_THK, rows_TKX[..., :latent_width])
+    # A query of padding may be NaN itself.
+    empty_T = ~valid_TK.any(dim=1)
+    out_THC = out_THC.masked_fill(empty_T[:, None, None], 0.0)
+    return out_THC, lse_TH.masked_fill(empty_T.unsqueeze(1), HIDDEN)
 
 
 def expanded_attention(
     q_HTX: Tensor, k_HLX: Tensor, v_HLV: Tensor, visible_T: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over expanded keys with its log-sum-exp: ([H, T, V] and fp32 [H, T]).
+    """Attention over expanded keys with its log-sum-exp: fp32 [H, T, V] and [H, T].
 
     q_HTX: queries with the softmax scale folded in, X = N + R. visible_T: how many of the L keys
     each query sees, 0 or less for none; None: all. A query that sees none gets zeros and -inf.
+    Every key and value must be finite. v may be any slice: strides are honoured.
     """
-    scores_HTL = torch.bmm(q_HTX, k_HLX.transpose(1, 2)).float()
+    scores_HTL = torch.bmm(q_HTX.float(), k_HLX.float().transpose(1, 2))
     if visible_T is not None:
         keys_L = torch.arange(k_HLX.shape[1], device=k_HLX.device)
         scores_HTL.masked_fill_(keys_L >= visible_T.unsqueeze(-1), HIDDEN)
-    lse_HT = torch.logsumexp(scores_HTL, dim=-1)
-    # -inf - -inf is NaN: a query without keys subtracts 0 instead and weighs every key 0.
-    weights_HTL = torch.exp(
-        scores_HTL - lse_HT.clamp_min(torch.finfo(torch.float32).min)[..., None]
-    )
-    return torch.bmm(weights_HTL.to(v_HLV.dtype), v_HLV), lse_HT
+    weights_HTL, lse_HT = _softmax_lse(scores_HTL)
+    return torch.bmm(weights_HTL, v_HLV.float()), lse_HT
+
+
+def _softmax_lse(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax over the last dimension and its log-sum-exp; nothing visible: zeros and -inf."""
+    if not scores.shape[-1]:
+        return scores, scores.new_full(scores.shape[:-1], HIDDEN)
+    lse = torch.logsumexp(scores, dim=-1)
+    # -inf - -inf is NaN: a query without keys subtracts a finite number and weighs every key 0.
+    floor = torch.finfo(torch.float32).min
+    return torch.exp(scores - lse.clamp_min(floor).unsqueeze(-1)), lse
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,9 +111,32 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 def index_scores(q_BQnD: Tensor, weights_BQn: Tensor, keys_BLD: Tensor) -> Tensor:
     """The indexer's scores, fp32 [B, Q, L]: sum_n w_n * relu(q_n . k).
 
-    The ReLU is per head and comes before the weighted sum; weights may be negative.
+    The ReLU is per head and comes before the weighted sum; weights may be negative. The Q queries
+    of a batch entry share its L keys. Workspace: B * Q * n * L fp32.
     """
-    batch, rows, heads, width = q_BQnD.shape
-    dots_BLX = torch.bmm(keys_BLD, q_BQnD.reshape(batch, rows * heads, width).transpose(1, 2))
-    dots_BLQn = dots_BLX.float().relu_().view(batch, -1, rows, heads)
-    return torch.einsum("blqn,bqn->bql", dots_BLQn, weights_BQn.float())
+    batch, queries, heads, width = q_BQnD.shape
+    q_BXD = q_BQnD.reshape(batch, queries * heads, width).float()
+    dots_BXL = torch.bmm(q_BXD, keys_BLD.float().transpose(1, 2)).relu_()
+    dots_XnL = dots_BXL.view(batch * queries, heads, -1)
+    weights_X1n = weights_BQn.reshape(batch * queries, 1, heads).float()
+    return torch.bmm(weights_X1n, dots_XnL).view(batch, queries, -1)
+
+
+def slots_of_positions(positions_TK: Tensor, table_TP: Tensor, page_size: int) -> Tensor:
+    """Cache slots (page * page_size + offset) of positions in a request, int64 [T, K]; -1 stays.
+
+    table_TP: int32 or int64 pages of each row's request. Raises TypeError for another dtype and
+    ValueError for another rank or a position past the table.
+    """
+    for tensor in (positions_TK, table_TP):
+        if tensor.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"positions and pages are int32 or int64, got {tensor.dtype}")
+        if tensor.dim() != 2:
+            raise ValueError(f"positions and pages have 2 dimensions, got {tensor.dim()}")
+    limit = table_TP.shape[1] * page_size
+    if bool((positions_TK >= limit).any()):
+        raise ValueError(f"a position is past the {limit} tokens of the block table")
+    places_TK = positions_TK.long().clamp(min=0)
+    pages_TK = table_TP.long().gather(1, places_TK // page_size)
+    slots_TK = pages_TK * page_size + places_TK % page_size
+    return slots_TK.masked_fill(positions_TK < 0, -1)

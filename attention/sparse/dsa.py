@@ -5,44 +5,51 @@ The choice is made for the extend part and the decode part of a step apart, from
 length of the whole request counts, not that of the chunk in hand.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from ...kv_cache.storage import CacheStorage
-from ..base import AttentionBackend, IndexQuery, MlaLayer, Plan, Query
-from ..groups import DecodeGroup, group_decodes, over_groups, request_slots
-from ..kernels.reference import absorbed_query, index_scores, latent_attention, unabsorb
-from ..kernels.topk import select
-from ..metadata import AttentionBatch
+from ..base import AttentionBackend, MlaLayer, Plan, Query
+from ..kernels.reference import absorbed_query, latent_attention, unabsorb
+from ..kernels.topk import check_selection
+from ..metadata import AttentionBatch, Part
+from .selection import Selection, SelectionSize, new_selection
 
 Mode = Literal["auto", "sparse", "dense"]
 
-# What a test or a debugging session may watch: layer, positions [T, K] (-1 after), counts [T].
+# What a test or a debugging session may watch: layer, positions [T, K] (-1 behind), counts [T].
+# Called once a layer for each part that selects, extends first, with the tensor that is used next.
 OnSelect = Callable[[int, Tensor, Tensor], None]
 
+# Small enough that scores are still in the processor's cache when top-k reads them.
+WORKSPACE_BYTES = 4 << 20
 
-@dataclass(frozen=True)
+
+@dataclass
 class DsaPlan:
-    """The dense plan for the parts that are short, and slots for those that select."""
+    """The dense backend's plan for parts that are short, a selection for each of the others."""
 
     batch: AttentionBatch
     dense: Plan
-    sparse_extends: bool
-    sparse_decodes: bool
-    groups: list[DecodeGroup]
-    extend_slots: list[Tensor]
+    extends: Selection | None
+    decodes: Selection | None
 
     @property
     def selects(self) -> bool:
-        return self.sparse_extends or self.sparse_decodes
+        return self.extends is not None or self.decodes is not None
 
 
 class DsaBackend:
-    """See `base.AttentionBackend`; `workspace_bytes` bounds the scores and the gathered rows."""
+    """See `base.AttentionBackend`; attends to what `dense` cannot do exactly.
+
+    workspace_bytes bounds the index scores of a tile with all that top-k makes of them, and the
+    rows gathered at once; down to those of one query.
+    mode: "sparse" always selects, "dense" never does (and is then inexact above `index_topk`).
+    on_select watches the selections. check_selections raises RuntimeError on an impossible one.
+    """
 
     def __init__(
         self,
@@ -50,125 +57,115 @@ class DsaBackend:
         storage: CacheStorage,
         index_topk: int,
         *,
-        workspace_bytes: int = 64 << 20,
+        workspace_bytes: int = WORKSPACE_BYTES,
         mode: Mode = "auto",
         on_select: OnSelect | None = None,
+        check_selections: bool = False,
     ) -> None:
+        if index_topk < 1:
+            raise ValueError(f"index_topk must be at least 1, got {index_topk}")
+        if mode not in ("auto", "sparse", "dense"):
+            raise ValueError(f"mode {mode!r} does not exist; there are: auto, sparse, dense")
         self.name = f"dsa over {dense.name}"
         self.page_size = storage.page_size
         self.dense = dense
         self.storage = storage
-        self.index_topk = index_topk
-        self.workspace_bytes = workspace_bytes
+        self.size = SelectionSize(index_topk, workspace_bytes)
         self.mode = mode
         self.on_select = on_select
+        self.check_selections = check_selections
 
     def plan(self, batch: AttentionBatch, *, out: Plan | None = None) -> DsaPlan:
         if out is not None:
-            raise ValueError("plans of the torch path follow the lengths and are made anew")
-        n = batch.num_extends
-        sparse_extends = self._is_sparse(batch.kv_lens[:n])
-        sparse_decodes = self._is_sparse(batch.kv_lens[n:])
+            return self._refresh(_own(out), batch)
         return DsaPlan(
             batch=batch,
             dense=self.dense.plan(batch),
-            sparse_extends=sparse_extends,
-            sparse_decodes=sparse_decodes,
-            groups=group_decodes(batch, self.page_size, self._max_keys(batch))
-            if sparse_decodes
-            else [],
-            extend_slots=[
-                request_slots(batch, r, self.page_size).unsqueeze(0)
-                for r in range(n * sparse_extends)
-            ],
+            extends=self._select(batch.extends, is_extend=True),
+            decodes=self._select(batch.decodes, is_extend=False),
         )
 
-    def _max_keys(self, batch: AttentionBatch) -> int:
-        return self.workspace_bytes // (4 * 64 * max(batch.decode_width, 1))
+    def _refresh(self, plan: DsaPlan, batch: AttentionBatch) -> DsaPlan:
+        plan.batch.require_same_shape(batch)
+        if self._is_sparse(batch.decodes) != plan.selects:
+            kind, length = "sparse" if plan.selects else "dense", batch.decodes.longest
+            raise ValueError(
+                f"the plan is {kind}, but the longest request has {length} tokens and index_topk "
+                f"is {self.size.topk}: make a new plan"
+            )
+        plan.dense = self.dense.plan(batch, out=plan.dense)
+        plan.batch = batch
+        if plan.decodes is not None:
+            plan.decodes.refresh(batch.decodes)
+        return plan
 
-    def _is_sparse(self, kv_lens: tuple[int, ...]) -> bool:
+    def _select(self, part: Part, *, is_extend: bool) -> Selection | None:
+        if not self._is_sparse(part):
+            return None
+        return new_selection(part, self.size, self.page_size, is_extend=is_extend)
+
+    def _is_sparse(self, part: Part) -> bool:
         if self.mode == "auto":
-            return max(kv_lens, default=0) > self.index_topk
-        return self.mode == "sparse" and bool(kv_lens)
+            return part.longest > self.size.topk
+        return self.mode == "sparse" and len(part) > 0
 
     def decode(self, layer: MlaLayer, q: Query, plan: Plan) -> Tensor:
         plan = _own(plan)
-        if not plan.sparse_decodes:
+        if plan.decodes is None:
             return self.dense.decode(layer, q, plan.dense)
-        index = _index_query(q)
-
-        def attend(group: DecodeGroup, q_GwHX: Tensor) -> Tensor:
-            q_GwnD, weights_Gwn = group.take(index.q_TnD), group.take(index.weights_Tn)
-            keys_GLD = self.storage.index_rows(layer.index, group.slots_GL)
-            scores_GwL = index_scores(q_GwnD, weights_Gwn, keys_GLD)
-            slots_TL = group.slots_GL.repeat_interleave(q_GwHX.shape[1], dim=0)
-            return self._attend_selected(
-                layer,
-                q_GwHX.flatten(0, 1),
-                scores_GwL.flatten(0, 1),
-                group.counts_Gw.flatten(),
-                slots_TL,
-            )
-
-        q_THX = absorbed_query(q.nope_THN, q.rope_THR, layer.w_uk_HNC, layer.scale)
-        return unabsorb(over_groups(plan.groups, q_THX, attend), layer.w_uv_HVC)
+        return self._attend(layer, q, plan.decodes)
 
     def prefill(self, layer: MlaLayer, q: Query, plan: Plan) -> Tensor:
         plan = _own(plan)
-        if not plan.sparse_extends:
+        if plan.extends is None:
             return self.dense.prefill(layer, q, plan.dense)
-        outputs, start = [], 0
-        for request, slots_1L in enumerate(plan.extend_slots):
-            stop = start + plan.batch.query_lens[request]
-            context = plan.batch.context_lens[request]
-            outputs += self._prefill_one(layer, q.rows(start, stop), slots_1L, context)
-            start = stop
-        return unabsorb(torch.cat(outputs), layer.w_uv_HVC)
+        return self._attend(layer, q, plan.extends)
 
-    def _prefill_one(
-        self, layer: MlaLayer, q: Query, slots_1L: Tensor, context: int
-    ) -> Iterator[Tensor]:
-        """Attended latents of one prompt chunk, in blocks of rows that fit the workspace."""
-        index = _index_query(q)
-        keys_1LD = self.storage.index_rows(layer.index, slots_1L)
+    def _attend(self, layer: MlaLayer, q: Query, selection: Selection) -> Tensor:
+        q.require(selection.part.num_tokens, self.storage.dtype)
+        self._score(layer.index, q, selection)
         q_THX = absorbed_query(q.nope_THN, q.rope_THR, layer.w_uk_HNC, layer.scale)
-        heads, length = index.q_TnD.shape[1], slots_1L.shape[1]
-        row_bytes = 4 * max(heads * length, self.index_topk * q_THX.shape[2])
-        block = max(1, self.workspace_bytes // row_bytes)
-        for first in range(0, len(q_THX), block):
-            rows = slice(first, first + block)
-            scores_1TL = index_scores(
-                index.q_TnD[None, rows], index.weights_Tn[None, rows], keys_1LD
-            )
-            counts_T = torch.arange(scores_1TL.shape[1], device=slots_1L.device)
-            counts_T += context + first + 1
-            yield self._attend_selected(layer, q_THX[rows], scores_1TL[0], counts_T, slots_1L)
+        tokens, _, width = q_THX.shape
+        step = max(1, self.size.workspace_bytes // (4 * self.size.topk * width))
+        if step >= tokens:
+            out_THC = self._attend_rows(layer, q_THX, selection, slice(0, tokens))
+            return unabsorb(out_THC, layer.w_uv_HVC)
+        out_THC = q_THX.new_empty(*q_THX.shape[:2], layer.w_uk_HNC.shape[2])
+        for first in range(0, tokens, step):
+            rows = slice(first, first + step)
+            out_THC[rows] = self._attend_rows(layer, q_THX[rows], selection, rows)
+        return unabsorb(out_THC, layer.w_uv_HVC)
 
-    def _attend_selected(
-        self, layer: MlaLayer, q_THX: Tensor, scores_TL: Tensor, counts_T: Tensor, slots_TL: Tensor
-    ) -> Tensor:
-        """Attend to the best `index_topk` of each row's first counts_T[t] keys; returns [T, H, C].
-
-        slots_TL may have a single row that all queries share.
-        """
-        positions_TK, chosen_T = select(scores_TL, counts_T, self.index_topk)
+    def _score(self, layer: int, q: Query, selection: Selection) -> None:
+        if self.storage.index_k[layer] is None:
+            if selection.scored_in is None:
+                raise ValueError(f"layer {layer} keeps no index keys and no layer before it chose")
+            return
+        if q.index is None:
+            raise ValueError(f"the plan selects in layer {layer}, but the query has no index part")
+        selection.score(layer, q.index, self.storage)
         if self.on_select is not None:
-            self.on_select(layer.index, positions_TK, chosen_T)
-        # Places without a selection read the request's first row, which is masked out.
-        places_TK = positions_TK.clamp(min=0)
-        slots_TK = slots_TL.expand(len(places_TK), -1).gather(1, places_TK)
-        rows_TKX = self.storage.latent_rows(layer.index, slots_TK)
-        chosen_TH = chosen_T.unsqueeze(1).expand(-1, q_THX.shape[1])
-        return latent_attention(q_THX, rows_TKX, chosen_TH, layer.w_uk_HNC.shape[2])
+            counts_T = selection.visible_T.clamp(max=self.size.topk)
+            self.on_select(layer, selection.positions_TK, counts_T)
+        if self.check_selections:
+            check_selection(selection.positions_TK, selection.visible_T)
+
+    def _attend_rows(
+        self, layer: MlaLayer, q_THX: Tensor, selection: Selection, rows: slice
+    ) -> Tensor:
+        """Attended latents [T, H, C] of some queries. A row is computed alike in any company."""
+        rows_TKX = self.storage.latent_rows(layer.index, selection.slots_of(rows))
+        hidden_T1K = None
+        if selection.hidden_TK is not None:
+            hidden_T1K = selection.hidden_TK[rows].unsqueeze(1)
+        out_THC = latent_attention(q_THX, rows_TKX, hidden_T1K, layer.w_uk_HNC.shape[2])
+        if hidden_T1K is not None:
+            # A padding query sees nothing.
+            out_THC.masked_fill_(hidden_T1K[:, :, :1], 0.0)
+        return out_THC
 
 
 def _own(plan: Plan) -> DsaPlan:
     if not isinstance(plan, DsaPlan):
         raise TypeError(f"a DsaPlan is expected, got {type(plan).__name__}")
     return plan
-
-
-def _index_query(q: Query) -> IndexQuery:
-    if q.index is None:
-        raise ValueError("the plan selects, but the query has no index part")
-    return q.index

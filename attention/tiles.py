@@ -1,0 +1,172 @@
+"""The work of a step cut into tiles: some queries against the cached rows of their requests.
+
+Everything here is the same for all layers, so it is made once a step: which slots a tile reads,
+which of its keys each query does not see. A layer then needs a handful of operations a tile.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .metadata import Part
+from .slots import RequestSlots
+
+# The operations on a tile cost about as much time on a CPU as this many more keys for a query do
+# (15 to 20 us). Requests whose lengths differ by less share a tile.
+KEYS_WORTH_A_TILE = 256
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """What a tile may take: `elements` in all. A key costs `per_key` by itself (its copy) and
+    `per_query` for each query of its request (scores). Only a tile of one query may take more.
+    """
+
+    elements: int
+    per_key: int
+    per_query: int
+
+    def queries(self, length: int) -> int:
+        """Queries of one request with `length` keys that fit, at least 1."""
+        return max(1, (self.elements // max(length, 1) - self.per_key) // self.per_query)
+
+    def requests(self, length: int, width: int) -> int:
+        """Requests of `width` queries each, padded to `length` keys, that fit, at least 1."""
+        per_request = length * (self.per_key + width * self.per_query)
+        return max(1, self.elements // max(per_request, 1))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """w queries of each of G requests against the first L rows of the request.
+
+    tokens: where the queries stand in the part, G * w of them; `whole`: they are all of it.
+    slots: what to read: [G, L], or a slice when G is 1 and the slots are consecutive.
+    visible_T: keys that each of the G * w queries sees, int64.
+    first_hidden: every query sees the keys before this one.
+    hidden_TX: bool [G * w, L - first_hidden], True where a query does not see a key; None: nowhere.
+    """
+
+    tokens: slice | Tensor
+    whole: bool
+    slots: slice | Tensor
+    num_requests: int
+    width: int
+    length: int
+    visible_T: Tensor
+    first_hidden: int
+    hidden_TX: Tensor | None
+
+    def take(self, rows: Tensor) -> Tensor:
+        """The tile's own rows of a tensor over the part's tokens, [G, w, ...]."""
+        if isinstance(self.tokens, slice):
+            own = rows[self.tokens]
+        else:
+            own = rows.index_select(0, self.tokens)
+        return own.view(self.num_requests, self.width, *rows.shape[1:])
+
+    def read(self, rows_of: Callable[[slice | Tensor], Tensor]) -> Tensor:
+        """The rows [G, L, X] that `rows_of` finds in the tile's slots."""
+        rows = rows_of(self.slots)
+        return rows.unsqueeze(0) if isinstance(self.slots, slice) else rows
+
+    def clear_(self, out: Tensor) -> Tensor:
+        """`out` [G * w, ...] with zeros for queries that see nothing."""
+        if self.first_hidden or not self.length:
+            return out
+        empty_T = self.visible_T == 0
+        return out.masked_fill_(empty_T.view(-1, *[1] * (out.dim() - 1)), 0.0)
+
+
+def decode_tiles(
+    part: Part, slots: RequestSlots, workspace: Workspace, *, longer_than: int = -1
+) -> list[Tile]:
+    """Tiles over the queries of all requests with more than `longer_than` tokens in the cache."""
+    width = part.query_lens[0]
+    requests = [r for r in range(len(part)) if part.kv_lens[r] > longer_than]
+    tiles = []
+    for group in _groups(part, slots, workspace, requests):
+        length = max(part.kv_lens[request] for request in group)
+        # Queries of a request that do not fit together are cut; the request is alone then.
+        step = width if len(group) > 1 else min(width, workspace.queries(length))
+        for first in range(0, width, step):
+            rows = range(first, min(first + step, width))
+            tiles.append(_tile(part, slots, group, rows, length))
+    return tiles
+
+
+def extend_tiles(
+    part: Part, request: int, slots: RequestSlots, workspace: Workspace, *, skip: int
+) -> list[Tile]:
+    """Tiles over the queries of one prompt chunk that see more than `skip` keys."""
+    context, query_len = part.context_lens[request], part.query_lens[request]
+    step = workspace.queries(part.kv_lens[request])
+    tiles = []
+    for first in range(max(0, skip - context), query_len, step):
+        rows = range(first, min(first + step, query_len))
+        tiles.append(_tile(part, slots, [request], rows, context + rows.stop))
+    return tiles
+
+
+def _groups(
+    part: Part, slots: RequestSlots, workspace: Workspace, requests: Sequence[int]
+) -> list[list[int]]:
+    """Requests that share a tile: of similar length, and small enough together."""
+    width = part.query_lens[0]
+    groups: list[list[int]] = []
+    alone: list[list[int]] = []
+    longest = 0
+    for request in sorted(requests, key=lambda r: -part.kv_lens[r]):
+        length = part.kv_lens[request]
+        if slots.is_run(request) and length > KEYS_WORTH_A_TILE:
+            # A view of the cache beats a copy into a shared tile.
+            alone.append([request])
+        elif (
+            groups
+            and longest - length <= KEYS_WORTH_A_TILE
+            and len(groups[-1]) < workspace.requests(longest, width)
+        ):
+            groups[-1].append(request)
+        else:
+            groups.append([request])
+            longest = length
+    return [sorted(group) for group in groups + alone]
+
+
+def _tile(part: Part, slots: RequestSlots, group: Sequence[int], rows: range, length: int) -> Tile:
+    """Queries `rows` of each request in `group` (ascending) against their first `length` keys."""
+    device = slots.table_BL.device
+    visible = [max(0, part.context_lens[r] + j + 1) for r in group for j in rows]
+    visible_T = torch.tensor(visible, device=device)
+    first_hidden = min(visible)
+    hidden_TX = None
+    if first_hidden < length:
+        keys_X = torch.arange(first_hidden, length, device=device)
+        hidden_TX = keys_X >= visible_T.unsqueeze(1)
+    tokens = [part.starts[r] + j for r in group for j in rows]
+    consecutive = tokens[-1] - tokens[0] == len(tokens) - 1
+    return Tile(
+        tokens=slice(tokens[0], tokens[-1] + 1)
+        if consecutive
+        else torch.tensor(tokens, device=device),
+        whole=len(tokens) == part.num_tokens,
+        slots=_slots(slots, group, length),
+        num_requests=len(group),
+        width=len(rows),
+        length=length,
+        visible_T=visible_T,
+        first_hidden=first_hidden,
+        hidden_TX=hidden_TX,
+    )
+
+
+def _slots(slots: RequestSlots, group: Sequence[int], length: int) -> slice | Tensor:
+    table_BL = slots.table_BL
+    if len(group) == 1:
+        own = slots.of_request(group[0], length)
+        return own if isinstance(own, slice) else own.unsqueeze(0)
+    if len(group) < len(table_BL):
+        table_BL = table_BL[torch.tensor(group, device=table_BL.device)]
+    return table_BL[:, :length]
