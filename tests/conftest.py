@@ -1,5 +1,27 @@
-"""One thread for every test: two that share busy cores are many times slower than one."""
+"""One thread for every test (two that share busy cores are many times slower), shared fixtures."""
 
+import shutil
+from pathlib import Path
+
+import pytest
 import torch
 
+from checkpoints import T_CPU, t_cpu, tensors_of
+from minidsa.model import make_checkpoint
+
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def single(tmp_path):
+    """A private copy of T_CPU in one file."""
+    return Path(shutil.copytree(t_cpu(), tmp_path / "single"))
+
+
+@pytest.fixture
+def sharded(tmp_path, monkeypatch):
+    """T_CPU in several files and an index."""
+    monkeypatch.setattr(make_checkpoint, "SHARD_BYTES", 400_000)
+    make_checkpoint.write_checkpoint(tmp_path / "sharded", dict(T_CPU), tensors_of(T_CPU))
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 3
+    return tmp_path / "sharded"

@@ -1,0 +1,102 @@
+"""Block-scaled fp8 weights: edges, kinds of scales, and what a checkpoint must hold."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoint_edits import edit, edit_json, load, refused
+from checkpoints import T_WIDE, t_wide, tensors_of
+from minidsa.model.checkpoint import INDEX, SINGLE
+from minidsa.model.fp8 import dequantise, quantise, scale_shape
+from minidsa.model.make_checkpoint import write_checkpoint
+from minidsa.model.names import name_table
+
+
+@pytest.mark.parametrize("shape", [(576, 256), (128, 128), (1, 300), (129, 127), (200, 200)])
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "e8m0", "uint8"])
+def test_fp8_blocks_at_the_edges(shape, kind):
+    rows, columns = shape
+    generator = torch.Generator().manual_seed(1)
+    weight = (torch.randn(shape, generator=generator) * 50).to(torch.float8_e4m3fn)
+    exponents = torch.randint(120, 134, scale_shape(shape), generator=generator)
+    powers = torch.exp2(exponents - 127.0)
+    scale = {
+        "fp32": powers * 1.1,
+        "bf16": powers.bfloat16(),
+        "e8m0": powers.to(torch.float8_e8m0fnu),
+        "uint8": exponents.to(torch.uint8),
+    }[kind]
+    if shape == (576, 256):
+        assert scale.shape == (5, 2)
+    factors = powers * 1.1 if kind == "fp32" else powers
+    expected = torch.stack(
+        [
+            torch.stack(
+                [weight[i, j].float() * factors[i // 128, j // 128] for j in (0, columns - 1)]
+            )
+            for i in range(rows)
+        ]
+    )
+    assert torch.equal(dequantise(weight, scale)[:, [0, columns - 1]], expected)
+
+
+def test_fp8_round_trip_is_within_its_rounding():
+    weight = torch.randn(200, 300, generator=torch.Generator().manual_seed(2))
+    weight[:128, :128] = 0
+    back = dequantise(*quantise(weight))
+    torch.testing.assert_close(back, weight, rtol=2**-4, atol=2e-3)
+
+
+def test_fp8_checkpoint_equals_its_dequantised_weights(tmp_path):
+    model = load(t_wide())
+    stored = load_file(t_wide() / SINGLE) if (t_wide() / SINGLE).exists() else {}
+    for path in t_wide().glob("model-*.safetensors"):
+        stored |= load_file(path)
+    names = [n for n in stored if n.endswith("_scale_inv") and ".layers.4." not in n]
+    assert len(names) > 50
+    table = name_table(model)
+    for name in names:
+        weight = name.removesuffix("_scale_inv")
+        target = table[weight].target.clone()
+        table[weight].fill(dequantise(stored[weight], stored[name]))
+        assert torch.equal(table[weight].target, target)
+
+
+@pytest.mark.parametrize(
+    "fault", ["no scale", "scale shape", "scale dtype", "no config", "no weight"]
+)
+def test_fp8_scales_are_checked(tmp_path, fault):
+    name = "model.layers.0.mlp.up_proj.weight"
+    config = dict(T_WIDE) | {"num_hidden_layers": 1, "num_nextn_predict_layers": 0}
+    write_checkpoint(tmp_path, config, tensors_of(config))
+    scale = f"{name}_scale_inv"
+    edits = {
+        "no scale": lambda tensors: tensors.pop(scale),
+        "scale shape": lambda tensors: tensors.update({scale: torch.ones(2, 1)}),
+        "scale dtype": lambda tensors: tensors.update({scale: torch.ones(2, 2).half()}),
+        "no weight": lambda tensors: tensors.update({name: torch.ones(256, 256).bfloat16()}),
+    }
+    if fault == "no config":
+        edit_json(tmp_path, "config.json", lambda c: c.pop("quantization_config"))
+    else:
+        edit(tmp_path, edits[fault])
+    refused(tmp_path, "F8_E4M3" if fault == "no config" else scale)
+
+
+def test_scales_may_stand_in_another_shard(tmp_path):
+    config = dict(T_WIDE) | {"num_hidden_layers": 1, "num_nextn_predict_layers": 0}
+    write_checkpoint(tmp_path, config, tensors_of(config))
+    before = load(tmp_path)
+    tensors = load_file(tmp_path / SINGLE)
+    (tmp_path / SINGLE).unlink()
+    parts = {"a.safetensors": {}, "b.safetensors": {}}
+    for name, tensor in tensors.items():
+        parts["b.safetensors" if name.endswith("_inv") else "a.safetensors"][name] = tensor
+    for file, part in parts.items():
+        save_file(part, tmp_path / file)
+    weight_map = {name: file for file, part in parts.items() for name in part}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    one, many = name_table(before), name_table(load(tmp_path))
+    assert all(torch.equal(one[name].target, many[name].target) for name in one)
