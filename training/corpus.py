@@ -15,6 +15,7 @@ from . import talk, tasks
 from .chat_format import Chat, Piece, Turn, pieces
 from .recall import log_length, recall, repetition
 from .slots import Slots
+from .tool_chats import tool_chat
 
 LICENCES = ("public-domain", "cc0-1.0", "mit", "apache-2.0", "bsd-3-clause")
 
@@ -52,7 +53,7 @@ class Mix:
     repetition: float = 0.08
     plain: float = 0.06
     thought: float = 0.03
-    tools: float = 0.03
+    tools: float = 0.05
     extra: float = 0.0
     low: int = 60
     high: int = 900
@@ -79,7 +80,11 @@ def conversation(slots: Slots) -> Chat:
         turns += make(slots)
     if slots.chance(0.2):
         turns = [Turn("system", slots.one_of(*tasks.SYSTEMS)), *turns]
-    return Chat(turns)
+    if slots.chance(0.94):
+        return Chat(turns)
+    reasoning = slots.one_of("I can answer this directly.", "This is simple.", "Let me answer.")
+    turns[-1] = replace(turns[-1], reasoning=reasoning)
+    return Chat(turns, thinking=True)
 
 
 def extra_paragraph(slots: Slots, texts: tuple[str, ...]) -> Chat:
@@ -98,7 +103,7 @@ def document(slots: Slots, source: Source) -> Chat:
         "repetition": lambda: repetition(slots, mix.high),
         "plain": lambda: talk.plain_text(slots),
         "thought": lambda: tasks.thought(slots),
-        "tools": lambda: tasks.tool_chat(slots),
+        "tools": lambda: tool_chat(slots),
         "extra": lambda: extra_paragraph(slots, source.extra_text),
     }
     weights = [float(vars(mix)[kind]) for kind in kinds]

@@ -17,7 +17,7 @@ from torch import Tensor
 from .config import ModelConfig, read_config
 from .network import TinyDsa
 
-SHARD_BYTES = 15_000_000
+SHARD_BYTES = 14_000_000
 # V3.2 stores these in fp32 even in its FP8 files.
 FP32_NAMES = ("norm.weight", "norm.bias", "e_score_correction_bias")
 GENERATION = {

@@ -90,7 +90,7 @@ class Attention(nn.Module):
         allowed = self.allowed(attend, index, x)
         report = None
         if probe is not None and index is not None:
-            report = self.compare(probe, index, q.detach(), k.detach())
+            report = self.compare(probe, index, q, k)
         scale = self.config.softmax_scale
         # Flash attention wants one head width for keys and values.
         padded = F.pad(v, (0, k.shape[-1] - v.shape[-1])) if allowed is None else v
@@ -117,20 +117,23 @@ class Attention(nn.Module):
         return top_k_mask(noise, visible, topk).unsqueeze(1)
 
     def compare(self, rows: Tensor, index, q: Tensor, k: Tensor) -> Report:
-        """KL(attention summed over heads || softmax(index scores)) and the captured mass."""
+        """KL(attention summed over heads || softmax(index scores)) and the captured mass.
+
+        The KL teaches the indexer only; the mass keeps its gradient into queries and keys.
+        """
         length = q.shape[2]
         index_q, index_k, weights = index
         picked = rows[..., None, None].expand(-1, -1, *index_q.shape[2:])
         picked_weights = weights.gather(1, rows[..., None].expand(-1, -1, weights.shape[-1]))
         scores = self.indexer.scores(index_q.gather(1, picked), index_k, picked_weights)
         visible = causal_mask(rows, length)
-        with torch.no_grad():
-            picked = rows[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[-1])
-            logits = (q.gather(2, picked) @ k.transpose(2, 3)).float() * self.config.softmax_scale
-            logits = logits.masked_fill(~visible.unsqueeze(1), float("-inf"))
-            target = logits.softmax(-1).mean(1)
-            chosen = top_k_mask(scores, visible, self.config.index_topk)
-            mass = (target * chosen).sum(-1)
+        picked = rows[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[-1])
+        logits = (q.gather(2, picked) @ k.transpose(2, 3)).float() * self.config.softmax_scale
+        logits = logits.masked_fill(~visible.unsqueeze(1), float("-inf"))
+        attention = logits.softmax(-1).mean(1)
+        chosen = top_k_mask(scores.detach(), visible, self.config.index_topk)
+        mass = (attention * chosen).sum(-1)
+        target = attention.detach()
         log_index = scores.masked_fill(~visible, float("-inf")).log_softmax(-1)
         log_index = log_index.masked_fill(~visible, 0.0)
         cross = (target * (target.clamp_min(1e-9).log() - log_index)).sum(-1)

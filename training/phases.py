@@ -3,7 +3,8 @@
 DeepSeek's order for V3.2: train with dense attention, fit the indexer to it while the model stands
 still, then train both with the selection switched on. Deviation: in the sparse phase the indexer is
 compared over all keys, on some queries of each row, instead of over the selected keys on all of
-them; it then also learns about the keys it missed.
+them; it then also learns about the keys it missed. And the model is asked, with a small weight, to
+keep its attention inside the selection.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from .network import Attend, TinyDsa
 from .optim import build
 
 MTP_WEIGHT = 0.3
+# Weight of -log(mass): without it the early layers keep a thin attention over everything, which no
+# selection of top-k keys can hold.
+FOCUS_WEIGHT = 0.2
 WARMUP_STEPS = 60
 FINAL_LR = 0.03
 BIAS_RATE = 0.01
@@ -125,8 +129,11 @@ class Trainer:
                 total = found["lm"] + MTP_WEIGHT * found["mtp"]
             if probe is not None:
                 found["kl"] = torch.stack([kl for kl, _ in out.reports]).sum()
-                found["mass"] = torch.stack([mass.mean() for _, mass in out.reports]).mean()
+                mass = torch.stack([mass for _, mass in out.reports])
+                found["mass"] = mass.mean()
                 total = total + found["kl"]
+                if phase.learn_model:
+                    total = total - FOCUS_WEIGHT * mass.clamp_min(1e-4).log().mean()
         return {**found, "total": total}
 
     def step(self, phase: Phase, tokens: Tensor, weights: Tensor) -> dict[str, Tensor]:

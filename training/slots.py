@@ -15,6 +15,8 @@ from string import Formatter
 
 WORDS = Path(__file__).parent / "words"
 HELD_OUT_SHARE = 20
+# Share of invented words among these, so that words nobody listed can be copied too.
+INVENTED = {"names": 0.06, "cities": 0.08, "things": 0.04, "foods": 0.04, "codewords": 0.04}
 
 # Slot name in a template -> section of the stock.
 SECTIONS = {
@@ -97,7 +99,14 @@ class Slots:
 
     def pick(self, section: str) -> str:
         """One word of a section of lists.txt."""
-        return self.record(self.rng.choice(words(section)))
+        return self.record(self.word(section))
+
+    def word(self, section: str) -> str:
+        """A word of the section, or now and then an invented one in its place."""
+        if not self.chance(INVENTED.get(section, 0.0)):
+            return self.rng.choice(words(section))
+        invented = "".join(self.rng.choices(words("syllables"), k=self.rng.randint(2, 3)))
+        return invented.capitalize() if section in ("names", "cities") else invented
 
     def pair(self, section: str) -> tuple[str, str]:
         """One line of a section of pairs.txt."""
@@ -134,7 +143,7 @@ class Slots:
         values = dict(given)
         for name in fields_of(template):
             while name not in values:
-                value = self.rng.choice(words(SECTIONS[name.rstrip("2")]))
+                value = self.word(SECTIONS[name.rstrip("2")])
                 if value not in values.values():
                     values[name] = self.record(value)
         return with_articles(template.format_map(values)), values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .chat_format import Call, Chat, Turn, dump
+from .chat_format import Chat, Turn, dump
 from .slots import Slots, words
 from .talk import Exchange, exchange
 
@@ -53,6 +53,8 @@ def thought(slots: Slots) -> Chat:
 def chosen(slots: Slots, low: int, high: int, section: str = "things") -> list[str]:
     """Different words of one section."""
     items = slots.rng.sample(words(section), slots.rng.randint(low, high))
+    # Now and then a word cut short: not in the stock, but like the words that are.
+    items = [item[:-1] if len(item) > 3 and slots.chance(0.06) else item for item in items]
     for item in items:
         slots.record(item)
     return items
@@ -141,65 +143,6 @@ def schema(name: str, about: str, **parameters: str) -> dict[str, object]:
     properties = {key: {"type": kind} for key, kind in parameters.items()}
     shape = {"type": "object", "properties": properties, "required": list(properties)}
     return {"name": name, "description": about, "parameters": shape}
-
-
-WEATHER = schema("get_weather", "Get the weather of a city", city="string")
-TIME = schema("get_time", "Get the time in a city", city="string")
-ADD = schema("add", "Add two numbers", a="integer", b="integer")
-TIMER = schema("set_timer", "Set a timer", minutes="integer")
-MESSAGE = schema("send_message", "Send a message to a person", to="string", text="string")
-
-Use = tuple[dict[str, object], str, Call, str, str]
-
-
-def tool_use(slots: Slots) -> Use:
-    """A tool, the request, the call, its result and the answer made of it."""
-    kind = slots.rng.randrange(5)
-    city, a, b = slots.pick("cities"), slots.number(1, 999), slots.number(1, 999)
-    if kind == 0:
-        sky, heat = slots.pick("weather"), slots.number(-5, 35)
-        result = dump({"city": city, "weather": sky, "temperature": heat})
-        answer = f"It is {sky} in {city} and the temperature is {heat} degrees."
-        ask = slots.one_of(f"What is the weather in {city}?", f"How is the weather in {city}?")
-        return WEATHER, ask, Call("get_weather", {"city": city}), result, answer
-    if kind == 1:
-        clock = f"{slots.number(10, 23)}:{slots.number(10, 59)}"
-        call = Call("get_time", {"city": city})
-        result = dump({"city": city, "time": clock})
-        return TIME, f"What time is it in {city}?", call, result, f"It is {clock} in {city}."
-    if kind == 2:
-        call = Call("add", {"a": a, "b": b})
-        return ADD, f"Use the tool to add {a} and {b}.", call, str(a + b), f"{a} + {b} = {a + b}."
-    if kind == 3:
-        minutes = a % 90 + 1
-        call = Call("set_timer", {"minutes": minutes})
-        ask = f"Set a timer for {minutes} minutes."
-        return TIMER, ask, call, "ok", f"The timer is set for {minutes} minutes."
-    to, text = slots.pick("names"), slots.one_of("I am late", "see you soon", "dinner is ready")
-    call = Call("send_message", {"to": to, "text": text})
-    answer = f"I have sent the message to {to}."
-    return MESSAGE, f'Send a message to {to}: "{text}"', call, "sent", answer
-
-
-def tool_chat(slots: Slots) -> Chat:
-    """A chat with tools: call, result, answer; sometimes a question that needs no tool."""
-    tool, ask, call, result, answer = tool_use(slots)
-    others = [t for t in (WEATHER, TIME, ADD, TIMER, MESSAGE) if t is not tool]
-    tools = [tool, *slots.rng.sample(others, slots.rng.randint(0, 2))]
-    slots.rng.shuffle(tools)
-    thinking = slots.chance(0.2)
-    turns = [
-        Turn("user", ask),
-        Turn("assistant", calls=(call,), reasoning=f"I should call {call.name}."),
-        Turn("tool", results=(result,)),
-        Turn("assistant", answer, reasoning="I have the result."),
-    ]
-    if slots.chance(0.2):
-        turns = arithmetic(slots)
-        thinking = False
-    if slots.chance(0.5):
-        turns = [Turn("system", slots.one_of(*SYSTEMS)), *turns]
-    return Chat(turns, tools=tools, thinking=thinking, context_weight=0.02)
 
 
 SYSTEMS = (
