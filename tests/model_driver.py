@@ -1,0 +1,119 @@
+"""A real model under the real scheduler, in this process, with unreadable rows wherever possible.
+
+Cache memory starts as NaN and a page turns to NaN again when it is freed, so a row that is read
+before it was written, or after it was given back, ends in a token nobody expects.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from minidsa.attention.registry import choose
+from minidsa.configs.engine import SchedulerConfig
+from minidsa.kv_cache.cache import KvCache
+from minidsa.kv_cache.pool import PagePool
+from minidsa.kv_cache.storage import CacheStorage
+from minidsa.model.checkpoint import read_config
+from minidsa.model.deepseek import DeepseekModel
+from minidsa.model.loader import load_model
+from minidsa.model.runner import ModelRunner
+from minidsa.scheduler.launch import launch
+from minidsa.scheduler.messages import RequestOutput, Submit, TokenLogprobs
+from scheduler_fakes import PreemptingScheduler
+from stepper import new_storage
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What must not change a single token."""
+
+    pages: int = 256
+    page_size: int = 8
+    budget: int = 64
+    seats: int = 32
+    preempt_every: int = 0
+
+
+class NanPool(PagePool):
+    """A pool whose freed pages cannot be read any more."""
+
+    def __init__(self, num_pages: int, storage: CacheStorage) -> None:
+        super().__init__(num_pages)
+        self._storage = storage
+
+    def release(self, pages: Sequence[int]) -> None:
+        super().release(pages)
+        size = self._storage.page_size
+        for page in pages:
+            if page in self._free:
+                rows = slice(page * size, (page + 1) * size)
+                self._storage.latent_LSC[:, rows] = torch.nan
+                for keys in self._storage.index_k:
+                    if keys is not None:
+                        keys[rows] = torch.nan
+
+
+@functools.cache
+def model_of(directory: Path) -> DeepseekModel:
+    return load_model(directory, read_config(directory), torch.float32, torch.device("cpu"))
+
+
+class ModelDriver:
+    """One engine without its process: requests in, outputs out."""
+
+    def __init__(self, directory: Path, settings: Settings) -> None:
+        model = model_of(directory)
+        config = model.config
+        storage = new_storage(model, settings.pages + 1, settings.page_size)
+        choice = choose(
+            "torch",
+            device_type="cpu",
+            dtype=torch.float32,
+            page_size=settings.page_size,
+            has_indexer=config.indexer is not None,
+        )
+        backend = choice.build(storage, config.indexer.topk if config.indexer else None)
+        self.runner = ModelRunner(model, backend, storage)
+        cache = KvCache(settings.pages, settings.page_size)
+        cache.pool = NanPool(settings.pages, storage)
+        limits = SchedulerConfig(
+            max_num_seqs=settings.seats, max_num_batched_tokens=max(settings.budget, settings.seats)
+        )
+        self.scheduler = PreemptingScheduler(limits, cache, 512, config.vocab_size)
+        self.scheduler.every = settings.preempt_every
+
+    def run(self, submits: Sequence[Submit], arrive: Mapping[int, int] | None = None) -> "Answers":
+        """Serve all requests; arrive: the step at which request i comes, 0 if not given."""
+        answers = Answers()
+        waiting = sorted(enumerate(submits), key=lambda item: (arrive or {}).get(item[0], 0))
+        steps = 0
+        while waiting or self.scheduler.has_work:
+            while waiting and (arrive or {}).get(waiting[0][0], 0) <= steps:
+                self.scheduler.add(waiting.pop(0)[1])
+            step = self.scheduler.schedule()
+            if step:
+                answers.take(self.scheduler.commit(step, launch(self.runner, step)))
+            self.scheduler.check()
+            steps += 1
+        self.scheduler.check_idle()
+        return answers
+
+
+class Answers:
+    """Ids and log-probabilities by request, and how each ended."""
+
+    def __init__(self) -> None:
+        self.ids: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list[TokenLogprobs]] = {}
+        self.ends: dict[str, RequestOutput] = {}
+
+    def take(self, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            self.ids.setdefault(output.request_id, []).extend(output.token_ids)
+            scores = self.logprobs.setdefault(output.request_id, [])
+            scores.extend([*(output.prompt_logprobs or []), *(output.logprobs or [])])
+            if output.finish_reason is not None:
+                self.ends[output.request_id] = output
