@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .chat_format import Chat, Turn
-from .slots import Slots, pairs, templates, words
+from .slots import Slots, pairs, templates, with_articles, words
 
 Exchange = list[Turn]
 
@@ -53,7 +53,7 @@ def story(slots: Slots) -> Exchange:
     elif "thing" in values and slots.chance(0.6):
         wish = f"with {name} and a {values['thing']}"
     ask = slots.one_of("Tell me a story", "Write a short story", "I want to hear a story")
-    turns = exchange(f"{ask} {wish}.".replace(" a a", " an a"), text)
+    turns = exchange(with_articles(f"{ask} {wish}."), text)
     for question, answer in questions_about(slots, template, values)[: slots.rng.randint(0, 2)]:
         turns += exchange(question, answer)
     return turns
