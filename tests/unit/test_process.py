@@ -1,38 +1,240 @@
-"""The engine process and its channel: start, stop, every way to die, and garbage frames."""
+"""The engine process: how it starts, serves, refuses and leaves, and every way that it can die."""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
 
 from minidsa.configs.engine import EngineConfig
-from minidsa.scheduler.messages import Loaded, Outputs, Ready
-from minidsa.scheduler.process import EngineProcess
-from scheduler_fakes import FakeTarget, expected, submit
+from minidsa.scheduler.messages import Abort, Failed, Heartbeat, Loaded, Outputs, Ready
+from minidsa.scheduler.process import EngineDied, EngineProcess, make_checkpoint
+from scheduler_fakes import FakeTarget, Plan, expected, submit
+
+pytestmark = pytest.mark.slow
+
+CONFIG = EngineConfig(hang_timeout=30.0)
 
 
 async def until_ready(engine):
     loaded = await engine.recv()
-    assert isinstance(loaded, Loaded)
+    assert isinstance(loaded, Loaded), loaded
     assert isinstance(await engine.recv(), Ready)
     return loaded.info
 
 
-async def generate(engine, command):
-    engine.send(command)
-    ids = []
+async def outputs_of(engine, request_id):
+    """Outputs of one request up to its last."""
     while True:
         event = await engine.recv()
-        if not isinstance(event, Outputs):
-            continue
-        for output in event.outputs:
-            if output.request_id == command.request_id:
-                ids += output.token_ids
-                if output.finish_reason:
-                    return ids, output
+        if isinstance(event, Outputs):
+            for output in event.outputs:
+                if output.request_id == request_id:
+                    yield output
+                    if output.finish_reason:
+                        return
 
 
-async def test_start_generate_stop():
-    engine = EngineProcess.start(EngineConfig(), FakeTarget())
+async def generate(engine, command):
+    engine.send(command)
+    return [token async for o in outputs_of(engine, command.request_id) for token in o.token_ids]
+
+
+async def all_events(engine):
+    """Everything the engine says until it has died, and its exit code."""
+    events = []
+    try:
+        async with asyncio.timeout(60):
+            while True:
+                events.append(await engine.recv())
+    except EngineDied as error:
+        return events, error.exitcode
+    finally:
+        engine.close()
+
+
+def is_gone(pid):
+    """No such process, or only its exit status is left of it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+async def test_a_healthy_engine():
+    engine = EngineProcess.start(CONFIG, FakeTarget())
+    directory = engine._directory
     try:
         info = await until_ready(engine)
-        assert info.vocab_size == 512
-        ids, last = await generate(engine, submit("a", [1, 2, 3], 8))
-        assert ids == expected([1, 2, 3], 8) and last.finish_reason == "length"
+        assert info.vocab_size == 512 and engine.is_alive and engine.exitcode is None
+        assert directory.stat().st_mode & 0o777 == 0o700  # ABU-20: for this user alone
+        assert await generate(engine, submit("a", [1, 2, 3], 8)) == expected([1, 2, 3], 8)
+
+        # Ctrl-C and supervisors signal the whole group: the engine leaves that to its parent.
+        assert engine.pid is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(engine.pid, number)
+        assert await generate(engine, submit("b", [4], 20)) == expected([4], 20)
+
+        engine.send(submit("c", [5], 100))
+        engine.send(Abort("c"))
+        assert [o.finish_reason async for o in outputs_of(engine, "c")][-1] == "abort"
+        while not isinstance(event := await engine.recv(), Heartbeat):
+            pass
+        start = time.monotonic()
+        assert isinstance(await engine.recv(), Heartbeat)
+        assert time.monotonic() - start < 1.0
+        assert event.stats.num_free_pages == event.stats.num_pages == 64
+        assert event.stats.num_prompt_tokens <= 3 + 1 + 1  # the warm-up is not counted
     finally:
         assert await engine.stop() == 0
+    assert not directory.exists()
+    assert not engine.is_alive
+    engine.send(Abort("late"))
+    engine.close()
+
+
+async def test_ops_02_kill_the_engine_with_open_streams():
+    engine = EngineProcess.start(CONFIG, FakeTarget(Plan(delay=0.01)))
+    await until_ready(engine)
+    for i in range(20):
+        engine.send(submit(f"r{i}", [i], 100))
+    while not isinstance(await engine.recv(), Outputs):
+        pass
+    assert engine.pid is not None
+    start = time.monotonic()
+    os.kill(engine.pid, signal.SIGKILL)
+    _, code = await all_events(engine)
+    assert code == -signal.SIGKILL and time.monotonic() - start < 1.0
+    assert await engine.stop() == -signal.SIGKILL
+
+
+async def test_ops_05_a_hang_ends_the_process_with_all_stacks(capfd):
+    target = FakeTarget(Plan(hang_step=5))
+    engine = EngineProcess.start(EngineConfig(hang_timeout=1.0), target)
+    await until_ready(engine)
+    engine.send(submit("a", [1], 100))
+    start = time.monotonic()
+    events, code = await all_events(engine)
+    assert 0.5 < time.monotonic() - start < 5.0
+    assert code == 1 and sum(bool(e.outputs) for e in events if isinstance(e, Outputs)) == 2
+    stacks = capfd.readouterr().err
+    assert "Timeout" in stacks and "_misbehave" in stacks and "scheduler/engine.py" in stacks
+    assert "scheduler/worker.py" in stacks  # the thread that follows the parent
+
+
+async def test_slow_steps_are_not_taken_for_a_hang():
+    engine = EngineProcess.start(EngineConfig(hang_timeout=1.0), FakeTarget(Plan(delay=0.7)))
+    await until_ready(engine)
+    assert await generate(engine, submit("a", [1], 3)) == expected([1], 3)
+    await asyncio.sleep(1.5)  # idle for longer than the timeout
+    assert await generate(engine, submit("b", [1], 2)) == expected([1], 2)
+    assert await engine.stop() == 0
+
+
+async def test_what_cannot_be_served_is_one_line_and_what_is_a_bug_has_its_traceback(capfd):
+    targets = {
+        "bad checkpoint:\n no such tensor": FakeTarget(refuse="bad checkpoint:\n no such tensor"),
+        "crash": FakeTarget(crash="a bug while loading"),
+        "warm-up": FakeTarget(Plan(fail_steps=frozenset({2}))),
+        "serving": FakeTarget(Plan(fail_forever_from=4)),
+    }
+    engines = [EngineProcess.start(CONFIG, target) for target in targets.values()]
+    refused, crashed, cold = [await all_events(engine) for engine in engines[:3]]
+    await until_ready(engines[3])
+    assert await generate(engines[3], submit("a", [1], 2)) == expected([1], 1)
+    engines[3].send(submit("b", [1], 2))
+    broken = await all_events(engines[3])
+    assert refused == ([Failed("bad checkpoint: no such tensor")], 1)
+    assert crashed == ([Failed("RuntimeError: a bug while loading")], 1)
+    assert [type(event) for event in cold[0]] == [Loaded, Failed]
+    assert cold[0][-1] == Failed("RuntimeError: planned failure of step 2") and cold[1] == 1
+    assert broken[0][-1] == Failed(
+        "two steps in a row failed, the last with RuntimeError('planned failure of step 5')"
+    )
+    assert broken[1] == 1
+    errors = capfd.readouterr().err
+    assert "no such tensor" not in errors
+    for bug in ("a bug while loading", "planned failure of step 2", "planned failure of step 5"):
+        assert f"RuntimeError: {bug}" in errors
+
+
+PARENT = """
+    import asyncio, sys
+    from minidsa.configs.engine import EngineConfig
+    from minidsa.scheduler.process import EngineProcess
+    from scheduler_fakes import FakeTarget, Plan, submit
+
+    async def main():
+        engine = EngineProcess.start(EngineConfig(), FakeTarget(Plan(delay=0.05)))
+        await engine.recv()
+        await engine.recv()
+        print(engine.pid, engine._directory, flush=True)
+        if sys.argv[1] == "busy":
+            engine.send(submit("a", [1], 100))
+        if sys.argv[1] == "leave":
+            return
+        while True:
+            await engine.recv()
+
+    if __name__ == "__main__":
+        asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("how", ["idle", "busy", "leave"])
+def test_ops_03_the_engine_goes_with_its_parent(tmp_path, how):
+    script = tmp_path / "parent.py"
+    script.write_text(textwrap.dedent(PARENT))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    with subprocess.Popen(
+        [sys.executable, str(script), how], stdout=subprocess.PIPE, text=True, env=environment
+    ) as parent:
+        assert parent.stdout is not None
+        pid, directory = parent.stdout.readline().split()
+        if how != "leave":
+            assert not is_gone(pid)
+            time.sleep(0.2)
+            parent.kill()
+        code = parent.wait(timeout=10)
+    assert code == (0 if how == "leave" else -signal.SIGKILL)
+    deadline = time.monotonic() + 2
+    while not is_gone(pid) or Path(directory).exists():
+        assert time.monotonic() < deadline, "the engine outlived its parent by two seconds"
+        time.sleep(0.02)
+
+
+async def test_close_ends_an_engine_that_is_still_loading():
+    engine = EngineProcess.start(CONFIG, FakeTarget())
+    waiting = asyncio.create_task(engine.recv())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    start = time.monotonic()
+    engine.close()
+    assert time.monotonic() - start < 1.0
+    assert engine.exitcode == -signal.SIGKILL and not engine._directory.exists()
+    assert multiprocessing.active_children() == []
+
+
+def test_a_checkpoint_is_written_without_torch_in_this_process(tmp_path):
+    target = tmp_path / "checkpoint"
+    code = (
+        "import sys; from minidsa.scheduler.process import make_checkpoint\n"
+        "if __name__ == '__main__':\n"
+        f"    make_checkpoint({str(target)!r}, 0); sys.exit('torch' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert (target / "config.json").exists() and list(target.glob("*.safetensors"))
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_error(tmp_path, capfd):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RuntimeError, match="no checkpoint was written"):
+        make_checkpoint(str(tmp_path / "file" / "below"), 0)
+    assert "file" in capfd.readouterr().err
