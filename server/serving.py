@@ -102,7 +102,7 @@ class Serving:
             await asyncio.gather(loading, signalled, return_exceptions=True)
 
     async def _serve(self, service: Service, sock: socket.socket) -> int:
-        client, listener = service.client, _listener(service)
+        client, listener = service.client, make_listener(service)
         client.start()
         serving = asyncio.create_task(listener.serve(sockets=[sock]), name="listener")
         announcing = asyncio.create_task(self._announce(service, sock), name="announcing")
@@ -220,7 +220,8 @@ def make_service(
     )
 
 
-def _listener(service: Service) -> uvicorn.Server:
+def make_listener(service: Service) -> uvicorn.Server:
+    """uvicorn over the application, with our limits; signals stay with the caller."""
     limits = service.config.limits
     return _Listener(
         uvicorn.Config(

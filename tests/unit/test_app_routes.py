@@ -1,0 +1,350 @@
+"""Routes beside generation, errors of the HTTP layer, keys, ids, and what a client may not see."""
+
+import ast
+import asyncio
+import gzip
+import json
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from minidsa.configs.server import LimitsConfig
+from minidsa.server import gate
+from scripted_engine import EOS, VOCAB, Bed, server_config, serving
+from sse_reader import post, read_events, stream
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HI = [{"role": "user", "content": "hi"}]
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, str | None]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    return body["error"]
+
+
+async def test_api_01_models():
+    async with serving(config=server_config(served_model_name="org/name")) as bed:
+        for path in ("/v1/models", "/models"):
+            answer = (await bed.client.get(path)).json()
+            (card,) = answer["data"]
+            assert answer["object"] == "list"
+            assert card["id"] == "org/name" and card["object"] == "model"
+            assert isinstance(card["max_model_len"], int)
+        for path in ("/v1/models/org/name", "/models/org/name", "/v1/models/org%2Fname"):
+            assert (await bed.client.get(path)).json() == card
+        error = error_of(await bed.client.get("/v1/models/other"), 404)
+        assert error["code"] == "model_not_found"
+
+
+async def test_api_95_tokens_there_and_back():
+    async with serving() as bed:
+        for text in ("hello", "emoji 😀 中文", "<｜User｜>"):
+            tokens = (await post(bed, "/tokenize", prompt=text)).json()["tokens"]
+            bare = (await post(bed, "/tokenize", content=text, add_special_tokens=False)).json()
+            assert bare["tokens"] == tokens[1:]
+            back = (await post(bed, "/detokenize", tokens=tokens[1:])).json()
+            assert back == {"prompt": text}
+        shown = (await post(bed, "/v1/tokenize", prompt="hi", return_token_strs=True)).json()
+        assert "".join(shown["token_strs"]).endswith("hi")
+        assert len(shown["token_strs"]) == shown["count"]
+        await post(bed, CHAT, messages=HI, max_tokens=1)
+        tokens = (await post(bed, "/tokenize", messages=HI)).json()["tokens"]
+        assert tokens == bed.engine.submits[0].prompt_ids
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/detokenize", {"tokens": [-1]}),
+        ("/detokenize", {"tokens": [VOCAB]}),
+        ("/detokenize", {"tokens": [2**70]}),
+        ("/detokenize", {"tokens": [True]}),
+        ("/detokenize", {"tokens": "x"}),
+        ("/detokenize", {}),
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "x", "messages": HI}),
+        ("/tokenize", {"prompt": 5}),
+        ("/tokenize", {"messages": HI, "add_special_tokens": False}),
+        ("/tokenize", {"messages": HI, "chat_template": "x"}),
+        ("/tokenize", {"prompt": "x" * 10**6}),
+        ("/abort", {}),
+        ("/abort", {"all": True, "request_id": "x"}),
+    ],
+)
+async def test_side_routes_check_their_bodies(path, body):
+    async with serving() as bed:
+        error_of(await post(bed, path, **body), 400)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize", "/detokenize", "/abort"])
+async def test_http_19_bodies_and_types(path):
+    async with serving() as bed:
+
+        async def send(content: bytes, **headers: str) -> httpx.Response:
+            return await bed.client.post(path, content=content, headers=headers)
+
+        for content in (b"", b"  ", b"null", b"[]", b'"x"', b"1", b"{", b"\xff", b'{"a":1,"a":2}'):
+            error = error_of(await send(content, **{"content-type": "application/json"}), 400)
+            assert error["code"] == "invalid_json"
+        error_of(await send(b""), 400)
+        for media_type in ("text/plain", "application/x-www-form-urlencoded", "application/jsonx"):
+            error = error_of(await send(b"{}", **{"content-type": media_type}), 415)
+            assert error["code"] == "unsupported_media_type"
+        error_of(await send(b"{}"), 415)
+        error_of(await send(b"{}", **{"content-type": "application/json; charset=latin-1"}), 415)
+        unknown = await send(b'{"foo": 1}', **{"content-type": "application/json; charset=UTF-8"})
+        assert "foo" in (error_of(unknown, 400)["message"] or "")
+
+
+async def test_abu_13_packed_bodies_are_refused_unread():
+    async with serving() as bed:
+        packed = gzip.compress(b"\0" * 10**6)
+        headers = {"content-type": "application/json", "content-encoding": "gzip"}
+        error_of(await bed.client.post(CHAT, content=packed, headers=headers), 415)
+
+
+async def test_bodies_have_a_bound():
+    config = server_config(limits=LimitsConfig(max_body_bytes=1000))
+    async with serving(config=config) as bed:
+        error_of(await post(bed, CHAT, messages=HI, user="x" * 2000), 413)
+
+        async def pieces():
+            for _ in range(10**9):
+                yield b"x" * 100
+
+        headers = {"content-type": "application/json"}
+        response = await bed.client.post(CHAT, content=pieces(), headers=headers)
+        assert error_of(response, 413)["code"] == "request_too_large"
+        assert response.headers["connection"] == "close"
+
+
+async def test_a_body_that_stalls_times_out():
+    config = server_config(limits=LimitsConfig(body_seconds=0.05))
+    async with serving(config=config) as bed:
+
+        async def pieces():
+            yield b"{"
+            await asyncio.sleep(5)
+
+        headers = {"content-type": "application/json"}
+        error_of(await bed.client.post(CHAT, content=pieces(), headers=headers), 408)
+
+
+async def test_api_59_unknown_routes_and_methods():
+    async with serving() as bed:
+        error_of(await bed.client.get("/nope"), 404)
+        response = await bed.client.get(CHAT)
+        error_of(response, 405)
+        assert response.headers["allow"] == "POST"
+        error_of(await bed.client.put("/health"), 405)
+        for path in ("/metrics", "/health", "/ping", "/live", "/version"):
+            response = await bed.client.head(path)
+            assert (response.status_code, response.content) == (200, b""), path
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": -1}, {"n": 0}, {"foo": 1}, {"messages": []}, {"max_tokens": 10**6},
+        {"model": "other"}, {"top_logprobs": 21}, {"response_format": {"type": "json_object"}},
+    ],
+)  # fmt: skip
+async def test_api_46_checks_end_before_the_first_byte(fields):
+    async with serving() as bed:
+        start = time.perf_counter()
+        response = await post(bed, CHAT, **({"messages": HI, "stream": True} | fields))
+        assert time.perf_counter() - start < 1
+        error_of(response, response.status_code)
+        assert response.status_code in (400, 404)
+        assert bed.engine.seen == []
+
+
+async def test_api_54_a_huge_n_is_refused_at_once():
+    async with serving() as bed:
+        for n in (129, 10**6, 10**30):
+            assert error_of(await post(bed, CHAT, messages=HI, n=n), 400)["param"] == "n"
+
+
+async def test_api_55_every_route_but_the_open_ones_needs_the_key():
+    async with serving(config=server_config(api_key="secret-key")) as bed:
+        posts = (CHAT, COMPLETIONS, "/chat/completions", "/tokenize", "/detokenize", "/abort")
+        gets = ("/v1/models", "/metrics", "/server_info", "/openapi.json", "/", "/nope", "/health/")
+        for path in gets:
+            response = await bed.client.get(path)
+            error = error_of(response, 401)
+            assert error["code"] == "invalid_api_key"
+            assert response.headers["www-authenticate"] == "Bearer"
+        for path in posts:
+            error_of(await post(bed, path), 401)
+        for path in ("/health", "/ping", "/live", "/version"):
+            assert (await bed.client.get(path)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        ({"authorization": "Bearer wrong"}, 401),
+        ({"authorization": "Bearer secret-ke"}, 401),
+        ({"authorization": "Bearer secret-key2"}, 401),
+        ({"authorization": "bearer secret-key"}, 401),
+        ({"authorization": "secret-key"}, 401),
+        ({"authorization": "Bearer "}, 401),
+        ({"x-api-key": "secret-key"}, 200),
+        ({"authorization": "Bearer secret-key"}, 200),
+    ],
+)
+async def test_abu_18_keys(headers, status):
+    async with serving(config=server_config(api_key="secret-key")) as bed:
+        response = await bed.client.get("/v1/models?api_key=secret-key", headers=headers)
+        assert response.status_code == status
+
+
+def test_abu_18_keys_are_compared_by_digest_only():
+    tree = ast.parse(Path(gate.__file__).read_text())
+    compared = [
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare) and "digest" in ast.unparse(node)
+    ]
+    assert compared == ["self._digest is None"]
+    assert "compare_digest" in ast.unparse(tree)
+
+
+async def test_request_ids():
+    async with serving() as bed:
+        for given in ("abc", "x" * 128, "a/b:c"):
+            response = await bed.client.post(
+                CHAT, json={"messages": HI, "max_tokens": 1}, headers={"x-request-id": given}
+            )
+            assert response.headers["x-request-id"] == given
+            assert response.json()["id"] == f"chatcmpl-{given}"
+        for given in ("", "x" * 129, "a b", "é"):
+            headers = [(b"x-request-id", given.encode("latin-1"))]
+            response = await bed.client.get("/v1/models", headers=headers)
+            assert response.headers["x-request-id"] not in ("", given)
+        assert (await bed.client.get("/nope")).headers["x-request-id"]
+
+
+async def test_one_id_twice_in_flight():
+    async with serving(pace=0.01) as bed:
+        body = {"messages": HI, "max_tokens": 3}
+        headers = {"x-request-id": "same"}
+        answers = await asyncio.gather(
+            *(bed.client.post(CHAT, json=body, headers=headers) for _ in range(3))
+        )
+        ids = [answer.json()["id"] for answer in answers]
+        assert len(set(ids)) == 3
+        assert all(name.startswith("chatcmpl-same") for name in ids)
+
+
+async def test_api_97_abort():
+    async with serving(lambda submit: [120] * 999, pace=0.005) as bed:
+
+        async def run(name: str) -> httpx.Response:
+            body = {"messages": HI, "stream": True, "n": 2}
+            return await bed.client.post(CHAT, json=body, headers={"x-request-id": name})
+
+        error = error_of(await post(bed, "/abort", request_id="nobody"), 404)
+        assert error["code"] == "request_not_found"
+        runs = [asyncio.create_task(run(name)) for name in ("a", "b", "c")]
+        await asyncio.sleep(0.03)
+        assert (await post(bed, "/abort", request_id="chatcmpl-a")).json() == {"aborted": 1}
+        assert (await post(bed, "/abort", request_id="b")).json() == {"aborted": 1}
+        await asyncio.gather(*runs[:2])
+        assert (await post(bed, "/abort", all=True)).json() == {"aborted": 1}
+        for run_task in runs:
+            chunks = read_events((await run_task).text)
+            ends = [c["choices"][0]["finish_reason"] for c in chunks]
+            assert [end for end in ends if end] == ["abort", "abort"]
+        assert bed.engine.num_running == 0
+        assert (await post(bed, "/abort", all=True)).json() == {"aborted": 0}
+
+
+async def metrics_of(bed: Bed) -> dict[str, float]:
+    text = (await bed.client.get("/metrics")).text
+    return {
+        f"{sample.name}{sample.labels.get('finished_reason', '')}": sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if "le" not in sample.labels and "route" not in sample.labels
+    }
+
+
+async def test_api_96_metrics():
+    async with serving(lambda submit: [120] * 999) as bed:
+        before = await metrics_of(bed)
+        await post(bed, CHAT, messages=HI, max_tokens=4, n=2)
+        await stream(bed, CHAT, messages=HI, max_tokens=4)
+        after = await metrics_of(bed)
+        assert after["minidsa:num_requests_running"] == 0
+        assert after["minidsa:request_success_totallength"] == 3
+        assert after["minidsa:time_to_first_token_seconds_count"] == 2
+        assert after["minidsa:e2e_request_latency_seconds_count"] == 2
+        assert all(after[name] >= value for name, value in before.items())
+        text = (await bed.client.get("/metrics")).text
+        assert 'http_requests_total{route="/v1/chat/completions",status="200"} 2.0' in text
+        await bed.client.get("/secret/path")
+        text = (await bed.client.get("/metrics")).text
+        assert 'route="unmatched",status="404"' in text and "secret" not in text
+
+
+async def test_server_info_tells_no_secrets():
+    config = server_config(api_key="hush")
+    async with serving(config=config) as bed:
+        headers = {"x-api-key": "hush"}
+        text = (await bed.client.get("/server_info", headers=headers)).text
+        assert "hush" not in text
+        info = json.loads(text)
+        assert info["engine"]["vocab_size"] == VOCAB
+        assert info["settings"]["engine"]["scheduler"]["max_queue"] == 1024
+        assert "model" not in info["settings"]["engine"]
+        assert info["chat_format"] == "deepseek_v32"
+
+
+async def test_openapi_names_bodies_and_errors():
+    async with serving() as bed:
+        document = (await bed.client.get("/openapi.json")).json()
+        operation = document["paths"][CHAT]["post"]
+        schema = operation["requestBody"]["content"]["application/json"]["schema"]
+        assert schema == {"$ref": "#/components/schemas/ChatRequest"}
+        assert {"200", "400", "404", "413", "415", "503"} <= set(operation["responses"])
+        fields = document["components"]["schemas"]["ChatRequest"]["properties"]
+        assert {"messages", "temperature", "tools", "stop"} <= set(fields)
+        text = json.dumps(document)
+        for name in document["components"]["schemas"]:
+            assert text.count(name)
+
+
+async def test_the_page_says_what_runs_here():
+    async with serving() as bed:
+        response = await bed.client.get("/")
+        assert response.headers["content-type"].startswith("text/html")
+        assert "default-src 'none'" in response.headers["content-security-policy"]
+        assert "/v1/chat/completions" in response.text
+
+
+async def test_paths_without_v1_are_aliases():
+    async with serving(lambda submit: [120, EOS]) as bed:
+        assert (await post(bed, "/chat/completions", messages=HI)).status_code == 200
+        assert (await post(bed, "/completions", prompt="hi")).status_code == 200
+
+
+async def test_api_60_errors_tell_nothing_about_the_inside(monkeypatch):
+    async with serving() as bed:
+
+        def fail(*args: object) -> None:
+            raise RuntimeError("/secret/path.py line 3")
+
+        monkeypatch.setattr(type(bed.tokenizer), "encode_runs", fail)
+        response = await post(bed, CHAT, messages=HI)
+        error = error_of(response, 500)
+        assert error["type"] == "server_error"
+        assert "secret" not in response.text

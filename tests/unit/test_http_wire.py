@@ -1,0 +1,199 @@
+"""The server on a socket: bounds on heads and bodies, half-open and idle connections, leaving."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from minidsa.configs.server import LimitsConfig
+from minidsa.server.serving import bind, make_listener
+from scripted_engine import EOS, Bed, server_config, serving
+
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+LIMITS = LimitsConfig(max_header_bytes=2000, header_seconds=0.2, max_body_bytes=5000)
+
+
+@contextlib.asynccontextmanager
+async def listening(bed: Bed) -> AsyncIterator[int]:
+    """The bed's application behind the real protocol, on a free port."""
+    sock = bind("127.0.0.1", 0)
+    listener = make_listener(bed.service)
+    task = asyncio.create_task(listener.serve(sockets=[sock]))
+    while not listener.started:
+        await asyncio.sleep(0.005)
+    try:
+        yield sock.getsockname()[1]
+    finally:
+        listener.should_exit = listener.force_exit = True
+        await task
+
+
+async def exchange(port: int, *pieces: bytes, pause: float = 0.0) -> bytes:
+    """Send pieces, then read until the server closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        for piece in pieces:
+            writer.write(piece)
+            with contextlib.suppress(ConnectionError):
+                await writer.drain()
+            await asyncio.sleep(pause)
+        return await asyncio.wait_for(reader.read(), 5)
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+def head(*lines: bytes, method: bytes = b"POST /v1/chat/completions") -> bytes:
+    return b"\r\n".join((method + b" HTTP/1.1", b"host: x", *lines)) + b"\r\n"
+
+
+def error_of(answer: bytes, status: int) -> dict:
+    top, _, body = answer.partition(b"\r\n\r\n")
+    assert top.startswith(f"HTTP/1.1 {status} ".encode()), answer[:200]
+    assert b"application/json" in top and b"connection: close" in top.lower()
+    return json.loads(body)["error"]
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (head(b"x: " + b"y" * 3000), b"\r\n"),
+        (head(b"x: " + b"y" * 3000),),
+        (head(*(b"x%d: y" % i for i in range(400))), b"\r\n"),
+        (b"GET /" + b"a" * 3000 + b" HTTP/1.1\r\n\r\n",),
+        (b"GET /" + b"a" * 3000,),
+    ],
+)
+async def test_abu_14_a_large_head_is_refused(pieces):
+    async with serving(config=server_config(limits=LIMITS)) as bed, listening(bed) as port:
+        answer = await exchange(port, *pieces)
+        if answer:  # what was sent behind the refusal may reset the connection instead
+            assert "2000 bytes" in error_of(answer, 431)["message"]
+
+
+async def test_abu_14_an_endless_header_is_cut():
+    async with serving(config=server_config(limits=LIMITS)) as bed, listening(bed) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head(b"x: "))
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            while sent < 50_000_000 and not reader.at_eof():
+                writer.write(b"y" * 1000)
+                await writer.drain()
+                sent += 1000
+        assert sent < 20_000_000
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def test_abu_15_half_requests_are_closed_and_others_served():
+    async with serving(config=server_config(limits=LIMITS)) as bed, listening(bed) as port:
+        halves = [
+            asyncio.create_task(exchange(port, head(b"content-type: application/json")))
+            for _ in range(200)
+        ]
+        await asyncio.sleep(0.05)
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            assert (await client.post("/v1/chat/completions", json=HI)).status_code == 200
+        for answer in await asyncio.gather(*halves):
+            error_of(answer, 408)
+
+
+async def test_a_head_that_trickles_is_closed():
+    async with serving(config=server_config(limits=LIMITS)) as bed, listening(bed) as port:
+        pieces = [bytes([byte]) for byte in head(b"content-type: application/json")[:40]]
+        start = time.monotonic()
+        answer = await exchange(port, *pieces, pause=0.02)
+        assert time.monotonic() - start < 5
+        if answer:  # what was sent behind the refusal may reset the connection instead
+            error_of(answer, 408)
+
+
+@pytest.mark.parametrize("size", [1000, 10_000])
+async def test_abu_16_bodies_in_chunks_of_one_byte(size):
+    async with serving(config=server_config(limits=LIMITS)) as bed, listening(bed) as port:
+        start = head(
+            b"content-type: application/json", b"transfer-encoding: chunked", b"connection: close"
+        )
+        answer = await exchange(port, start, b"\r\n", b"1\r\nx\r\n" * size, b"0\r\n\r\n")
+        error_of(answer, 400 if size < 5000 else 413)
+
+
+async def test_a_body_too_large_is_refused_before_it_is_sent():
+    async with serving(config=server_config(limits=LIMITS)) as bed, listening(bed) as port:
+        start = head(b"content-type: application/json", b"content-length: 999999999")
+        error_of(await exchange(port, start, b"\r\n"), 413)
+
+
+async def test_abu_17_idle_connections_do_not_count():
+    async with serving(config=server_config(limits=LIMITS)) as bed, listening(bed) as port:
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(300)]
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            response = await asyncio.wait_for(client.post("/v1/chat/completions", json=HI), 1)
+            assert response.status_code == 200
+        for _, writer in idle:
+            writer.close()
+
+
+@pytest.mark.parametrize("data", [b"\x00\x01\x02\r\n\r\n", b"NONSENSE\r\n\r\n", b"\x16\x03\x01"])
+async def test_what_is_not_http_gets_an_error_of_our_shape(data):
+    async with serving(config=server_config(limits=LIMITS)) as bed, listening(bed) as port:
+        assert error_of(await exchange(port, data), 400)["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_abu_22_a_closed_connection_ends_the_request(stream):
+    async with (
+        serving(lambda submit: [120] * 10**6, pace=0.005) as bed,
+        listening(bed) as port,
+    ):
+        body = json.dumps(HI | {"stream": stream}).encode()
+        request = head(b"content-type: application/json", b"content-length: %d" % len(body))
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request + b"\r\n" + body)
+        while not bed.engine.num_running:
+            await asyncio.sleep(0.005)
+        # A client that closes its writing side counts as gone.
+        writer.write_eof()
+        for _ in range(100):
+            if not bed.engine.num_running:
+                break
+            await asyncio.sleep(0.005)
+        assert bed.engine.num_running == 0 and bed.service.generations == {}
+        writer.close()
+
+
+async def test_a_connection_serves_many_requests():
+    async with serving(lambda submit: [120, EOS]) as bed, listening(bed) as port:
+        limits = httpx.Limits(max_connections=1)
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", limits=limits) as client:
+            for _ in range(20):
+                response = await client.post("/v1/chat/completions", json=HI)
+                assert response.status_code == 200
+                streamed = await client.post("/v1/chat/completions", json=HI | {"stream": True})
+                assert streamed.text.endswith("data: [DONE]\n\n")
+            assert (await client.head("/metrics")).status_code == 200
+        assert bed.engine.aborts == []
+
+
+async def test_the_first_bytes_of_a_stream_come_before_the_first_token():
+    async with serving(lambda submit: [120, EOS]) as bed, listening(bed) as port:
+        bed.engine.held = True
+        async with (
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client,
+            client.stream("POST", "/v1/chat/completions", json=HI | {"stream": True}) as response,
+        ):
+            assert response.headers["cache-control"] == "no-cache"
+            assert response.headers["x-accel-buffering"] == "no"
+            lines = response.aiter_lines()
+            assert '"role":"assistant"' in await asyncio.wait_for(anext(lines), 1)
+            bed.engine.held = False
+            assert [line async for line in lines][-2] == "data: [DONE]"
