@@ -26,7 +26,8 @@ class Support:
     page_sizes: tuple[int, ...] | None
 
 
-# Best first: "auto" takes the first that supports what is asked.
+# Best first: "auto" takes the first that supports what is asked. A model with an indexer gets
+# sparse attention around the one that is taken; "dsa" is "auto" for those who insist on that.
 BACKENDS: Mapping[str, Support] = MappingProxyType(
     {
         "torch": Support(
@@ -37,17 +38,27 @@ BACKENDS: Mapping[str, Support] = MappingProxyType(
         ),
     }
 )
+ANY = ("auto", "dsa")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A backend that fits, with the reason in one sentence."""
+    """A backend that fits, with the reason in one sentence. sparse: the model has an indexer."""
 
     name: str
     reason: str
+    sparse: bool
 
     def build(self, storage: CacheStorage, index_topk: int | None) -> AttentionBackend:
-        """The backend over `storage`; with `index_topk`, sparse attention around it."""
+        """The backend over `storage`; with `index_topk`, sparse attention around it.
+
+        Raises ValueError when there is an `index_topk` and no indexer, or the other way round.
+        """
+        if (index_topk is not None) != self.sparse:
+            raise ValueError(
+                f"index_topk is {index_topk}, but the backend was chosen for a model "
+                f"{'with' if self.sparse else 'without'} an indexer"
+            )
         dense = BACKENDS[self.name].build(storage)
         return dense if index_topk is None else DsaBackend(dense, storage, index_topk)
 
@@ -56,18 +67,23 @@ def choose(
     requested: str, *, device_type: str, dtype: torch.dtype, page_size: int, has_indexer: bool
 ) -> Choice:
     """Choose by name, or the best for "auto"; raises ValueError that names what does not fit."""
-    if requested != "auto" and requested not in BACKENDS:
-        names = ", ".join(("auto", *BACKENDS))
+    if requested not in (*ANY, *BACKENDS):
+        names = ", ".join((*ANY, *BACKENDS))
         raise ValueError(f"attention_backend {requested!r} does not exist; there are: {names}")
-    names = list(BACKENDS) if requested == "auto" else [requested]
+    if requested == "dsa" and not has_indexer:
+        names = ", ".join(("auto", *BACKENDS))
+        raise ValueError(
+            f"attention_backend 'dsa' needs a model with an indexer; this one can take: {names}"
+        )
+    names = list(BACKENDS) if requested in ANY else [requested]
     misfits = {name: _misfit(BACKENDS[name], device_type, dtype, page_size) for name in names}
     fitting = next((name for name, misfit in misfits.items() if misfit is None), None)
     if fitting is None:
         reasons = "; ".join(f"{name} {misfit}" for name, misfit in misfits.items())
         raise ValueError(f"no attention backend fits: {reasons}")
-    why = "asked for" if requested != "auto" else f"the best there is for {device_type}"
+    why = "asked for" if requested == fitting else f"the best there is for {device_type}"
     scope = ", dense up to index_topk tokens and sparse above" if has_indexer else ""
-    return Choice(fitting, f"attention_backend {fitting}: {why}{scope}")
+    return Choice(fitting, f"attention_backend {fitting}: {why}{scope}", has_indexer)
 
 
 def _misfit(support: Support, device_type: str, dtype: torch.dtype, page_size: int) -> str | None:

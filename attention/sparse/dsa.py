@@ -155,9 +155,7 @@ class DsaBackend:
     ) -> Tensor:
         """Attended latents [T, H, C] of some queries. A row is computed alike in any company."""
         rows_TKX = self.storage.latent_rows(layer.index, selection.slots_of(rows))
-        hidden_T1K = None
-        if selection.hidden_TK is not None:
-            hidden_T1K = selection.hidden_TK[rows].unsqueeze(1)
+        hidden_T1K = None if selection.full else selection.hidden_TK[rows].unsqueeze(1)
         out_THC = latent_attention(q_THX, rows_TKX, hidden_T1K, layer.w_uk_HNC.shape[2])
         if hidden_T1K is not None:
             # A padding query sees nothing.

@@ -40,8 +40,8 @@ class SelectionSize:
 class Selection:
     """positions_TK: int64 positions in the request, ascending, -1 behind; refreshed in place.
 
-    visible_T: keys each query sees. hidden_TK: bool, the places that hold no selection, or None
-    where every query has K. scored_in: the layer whose index keys chose, None before any has.
+    visible_T: keys each query sees. hidden_TK: bool, the places that hold no selection; `full`:
+    there are none. scored_in: the layer whose index keys chose, None before any has.
     """
 
     part: Part
@@ -51,7 +51,8 @@ class Selection:
     positions_TK: Tensor
     offsets_T1: Tensor
     visible_T: Tensor
-    hidden_TK: Tensor | None = None
+    hidden_TK: Tensor
+    full: bool = False
     scored_in: int | None = None
     tiles: list[Tile] = field(default_factory=list)
 
@@ -66,14 +67,13 @@ class Selection:
         topk, visible = self.size.topk, self.part.visible()
         device = self.visible_T.device
         self.visible_T.copy_(torch.tensor(visible, dtype=torch.int64, device=device))
-        self.hidden_TK = None
+        self.full = min(visible) >= topk
         if min(visible) > topk:
             return
         columns_K = torch.arange(topk, device=device)
+        torch.ge(columns_K, self.visible_T.unsqueeze(1), out=self.hidden_TK)
         self.positions_TK.copy_(columns_K.expand_as(self.positions_TK))
-        if min(visible) < topk:
-            self.hidden_TK = columns_K >= self.visible_T.unsqueeze(1)
-            self.positions_TK.masked_fill_(self.hidden_TK, -1)
+        self.positions_TK.masked_fill_(self.hidden_TK, -1)
 
     def score(self, layer: int, query: IndexQuery, storage: CacheStorage) -> None:
         """Select for every query that sees more than K keys."""
@@ -105,7 +105,7 @@ class Selection:
     def slots_of(self, rows: slice) -> Tensor:
         """Cache slots [T, K] of the selection; empty places read the request's first slot."""
         places_TK = self.positions_TK[rows]
-        if self.hidden_TK is not None:
+        if not self.full:
             places_TK = places_TK.clamp(min=0)
         if len(self.part) > 1:
             places_TK = places_TK + self.offsets_T1[rows]
@@ -126,6 +126,7 @@ def new_selection(part: Part, size: SelectionSize, page_size: int, *, is_extend:
         positions_TK=torch.zeros(part.num_tokens, size.topk, dtype=torch.int64, device=device),
         offsets_T1=torch.tensor(requests, dtype=torch.int64, device=device).unsqueeze(1),
         visible_T=torch.empty(part.num_tokens, dtype=torch.int64, device=device),
+        hidden_TK=torch.empty(part.num_tokens, size.topk, dtype=torch.bool, device=device),
     )
     selection._fill()
     return selection
