@@ -192,7 +192,6 @@ class FakeTarget:
 
     plan: Plan = Plan()
     refuse: str | None = None
-    crash: str | None = None
 
     def __call__(self, directory: str, config: EngineConfig) -> None:
         serve(directory, config, self.load)
@@ -200,8 +199,6 @@ class FakeTarget:
     def load(self, config: EngineConfig) -> FakeLoaded:
         if self.refuse:
             raise ValueError(self.refuse)
-        if self.crash:
-            raise RuntimeError(self.crash)
         page_size, num_pages = config.cache.page_size or 4, config.cache.num_pages or 64
         runner = FakeRunner(num_pages, page_size, self.plan)
         info = FakeInfo(

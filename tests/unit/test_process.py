@@ -14,7 +14,7 @@ import pytest
 
 from minidsa.configs.engine import EngineConfig
 from minidsa.scheduler.messages import Abort, Failed, Heartbeat, Loaded, Outputs, Ready
-from minidsa.scheduler.process import EngineDied, EngineProcess, make_checkpoint
+from minidsa.scheduler.process import EngineDied, EngineProcess
 from scheduler_fakes import FakeTarget, Plan, expected, submit
 
 pytestmark = pytest.mark.slow
@@ -115,44 +115,35 @@ async def test_ops_02_kill_the_engine_with_open_streams():
     assert await engine.stop() == -signal.SIGKILL
 
 
-async def test_ops_05_a_hang_ends_the_process_with_all_stacks(capfd):
-    target = FakeTarget(Plan(hang_step=5))
+async def test_ops_05_a_hang_ends_the_process_with_all_stacks_and_slow_steps_do_not(capfd):
+    target = FakeTarget(Plan(delay=0.7, hang_step=6))
     engine = EngineProcess.start(EngineConfig(hang_timeout=1.0), target)
     await until_ready(engine)
+    assert await generate(engine, submit("slow", [1], 2)) == expected([1], 2)
+    await asyncio.sleep(1.2)  # idle for longer than the timeout
     engine.send(submit("a", [1], 100))
     start = time.monotonic()
     events, code = await all_events(engine)
-    assert 0.5 < time.monotonic() - start < 5.0
-    assert code == 1 and sum(bool(e.outputs) for e in events if isinstance(e, Outputs)) == 2
+    assert 1.0 < time.monotonic() - start < 5.0
+    assert code == 1 and sum(bool(e.outputs) for e in events if isinstance(e, Outputs)) == 1
     stacks = capfd.readouterr().err
     assert "Timeout" in stacks and "_misbehave" in stacks and "scheduler/engine.py" in stacks
     assert "scheduler/worker.py" in stacks  # the thread that follows the parent
 
 
-async def test_slow_steps_are_not_taken_for_a_hang():
-    engine = EngineProcess.start(EngineConfig(hang_timeout=1.0), FakeTarget(Plan(delay=0.7)))
-    await until_ready(engine)
-    assert await generate(engine, submit("a", [1], 3)) == expected([1], 3)
-    await asyncio.sleep(1.5)  # idle for longer than the timeout
-    assert await generate(engine, submit("b", [1], 2)) == expected([1], 2)
-    assert await engine.stop() == 0
-
-
 async def test_what_cannot_be_served_is_one_line_and_what_is_a_bug_has_its_traceback(capfd):
-    targets = {
-        "bad checkpoint:\n no such tensor": FakeTarget(refuse="bad checkpoint:\n no such tensor"),
-        "crash": FakeTarget(crash="a bug while loading"),
-        "warm-up": FakeTarget(Plan(fail_steps=frozenset({2}))),
-        "serving": FakeTarget(Plan(fail_forever_from=4)),
-    }
-    engines = [EngineProcess.start(CONFIG, target) for target in targets.values()]
-    refused, crashed, cold = [await all_events(engine) for engine in engines[:3]]
-    await until_ready(engines[3])
-    assert await generate(engines[3], submit("a", [1], 2)) == expected([1], 1)
-    engines[3].send(submit("b", [1], 2))
-    broken = await all_events(engines[3])
+    targets = (
+        FakeTarget(refuse="bad checkpoint:\n no such tensor"),
+        FakeTarget(Plan(fail_steps=frozenset({2}))),
+        FakeTarget(Plan(fail_forever_from=4)),
+    )
+    engines = [EngineProcess.start(CONFIG, target) for target in targets]
+    refused, cold = [await all_events(engine) for engine in engines[:2]]
+    await until_ready(engines[2])
+    assert await generate(engines[2], submit("a", [1], 2)) == expected([1], 1)
+    engines[2].send(submit("b", [1], 2))
+    broken = await all_events(engines[2])
     assert refused == ([Failed("bad checkpoint: no such tensor")], 1)
-    assert crashed == ([Failed("RuntimeError: a bug while loading")], 1)
     assert [type(event) for event in cold[0]] == [Loaded, Failed]
     assert cold[0][-1] == Failed("RuntimeError: planned failure of step 2") and cold[1] == 1
     assert broken[0][-1] == Failed(
@@ -161,52 +152,60 @@ async def test_what_cannot_be_served_is_one_line_and_what_is_a_bug_has_its_trace
     assert broken[1] == 1
     errors = capfd.readouterr().err
     assert "no such tensor" not in errors
-    for bug in ("a bug while loading", "planned failure of step 2", "planned failure of step 5"):
-        assert f"RuntimeError: {bug}" in errors
+    for step in (2, 4, 5):
+        assert f"RuntimeError: planned failure of step {step}" in errors
 
 
 PARENT = """
-    import asyncio, sys
+    import asyncio
     from minidsa.configs.engine import EngineConfig
     from minidsa.scheduler.process import EngineProcess
     from scheduler_fakes import FakeTarget, Plan, submit
 
     async def main():
-        engine = EngineProcess.start(EngineConfig(), FakeTarget(Plan(delay=0.05)))
-        await engine.recv()
-        await engine.recv()
-        print(engine.pid, engine._directory, flush=True)
-        if sys.argv[1] == "busy":
-            engine.send(submit("a", [1], 100))
-        if sys.argv[1] == "leave":
-            return
-        while True:
+        target = FakeTarget(Plan(delay=0.05))
+        idle, busy = [EngineProcess.start(EngineConfig(), target) for _ in range(2)]
+        for engine in (idle, busy):
             await engine.recv()
+            await engine.recv()
+        busy.send(submit("a", [1], 100))
+        await busy.recv()
+        print(idle.pid, idle._directory, busy.pid, busy._directory, flush=True)
+        while True:
+            await idle.recv()
 
     if __name__ == "__main__":
         asyncio.run(main())
 """
+LEAVING = """
+    from minidsa.configs.engine import EngineConfig
+    from minidsa.scheduler.process import EngineProcess
+
+    if __name__ == "__main__":
+        engine = EngineProcess.start(EngineConfig())
+        print(engine.pid, engine._directory, flush=True)
+"""
 
 
-@pytest.mark.parametrize("how", ["idle", "busy", "leave"])
-def test_ops_03_the_engine_goes_with_its_parent(tmp_path, how):
+@pytest.mark.parametrize(
+    ("source", "code"), [(PARENT, -signal.SIGKILL), (LEAVING, 0)], ids=["killed", "leaves"]
+)
+def test_ops_03_engines_go_with_their_parent(tmp_path, source, code):
     script = tmp_path / "parent.py"
-    script.write_text(textwrap.dedent(PARENT))
+    script.write_text(textwrap.dedent(source))
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     with subprocess.Popen(
-        [sys.executable, str(script), how], stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment
     ) as parent:
         assert parent.stdout is not None
-        pid, directory = parent.stdout.readline().split()
-        if how != "leave":
-            assert not is_gone(pid)
-            time.sleep(0.2)
+        words = parent.stdout.readline().split()
+        if code:
+            assert not any(is_gone(pid) for pid in words[::2])
             parent.kill()
-        code = parent.wait(timeout=10)
-    assert code == (0 if how == "leave" else -signal.SIGKILL)
+        assert parent.wait(timeout=10) == code
     deadline = time.monotonic() + 2
-    while not is_gone(pid) or Path(directory).exists():
-        assert time.monotonic() < deadline, "the engine outlived its parent by two seconds"
+    while not all(map(is_gone, words[::2])) or any(Path(d).exists() for d in words[1::2]):
+        assert time.monotonic() < deadline, "an engine outlived its parent by two seconds"
         time.sleep(0.02)
 
 
@@ -222,19 +221,15 @@ async def test_close_ends_an_engine_that_is_still_loading():
     assert multiprocessing.active_children() == []
 
 
-def test_a_checkpoint_is_written_without_torch_in_this_process(tmp_path):
-    target = tmp_path / "checkpoint"
+def test_checkpoints_are_written_by_a_child_so_that_torch_stays_out(tmp_path, capfd):
+    (tmp_path / "file").write_text("")
     code = (
         "import sys; from minidsa.scheduler.process import make_checkpoint\n"
-        "if __name__ == '__main__':\n"
-        f"    make_checkpoint({str(target)!r}, 0); sys.exit('torch' in sys.modules)\n"
+        "if __name__ == '__main__':\n    make_checkpoint(sys.argv[1], 0)\n"
+        "    sys.exit('torch' in sys.modules)\n"
     )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-    assert (target / "config.json").exists() and list(target.glob("*.safetensors"))
-
-
-def test_a_checkpoint_that_cannot_be_written_is_an_error(tmp_path, capfd):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RuntimeError, match="no checkpoint was written"):
-        make_checkpoint(str(tmp_path / "file" / "below"), 0)
-    assert "file" in capfd.readouterr().err
+    targets = (tmp_path / "checkpoint", tmp_path / "file" / "below")
+    writers = [subprocess.Popen([sys.executable, "-c", code, str(t)]) for t in targets]
+    assert [writer.wait(timeout=60) for writer in writers] == [0, 1]
+    assert (targets[0] / "config.json").exists() and list(targets[0].glob("*.safetensors"))
+    assert "RuntimeError: no checkpoint was written" in capfd.readouterr().err
