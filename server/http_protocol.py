@@ -63,7 +63,7 @@ class _GuardedProtocol(HttpToolsProtocol):
         self._head_timer = self.loop.call_later(self.head_seconds, self._head_is_late)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._head_bytes += len(name) + len(value)
+        self._head_bytes += len(name) + len(value) + len(": \r\n")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:

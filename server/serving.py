@@ -31,6 +31,8 @@ from .tokenizer import Tokenizer
 
 TELLING_SECONDS = 1.0
 """Time for open streams to be told of the engine's death before the process leaves."""
+LEAVING_SECONDS = 0.2
+"""Time for the engine to leave by itself; it has nothing left to save."""
 CUT_SECONDS = 1.0
 """Time for aborted streams to write their end."""
 
@@ -84,7 +86,7 @@ class Serving:
                     self._say(line)
                 code = await self._serve(service, sock)
                 await client.stop()
-                await engine.stop(timeout=1.0)
+                await engine.stop(timeout=LEAVING_SECONDS)
                 return code
             finally:
                 engine.close()
