@@ -1,4 +1,4 @@
-"""What this machine offers: cores, memory and number formats, asked of the system itself.
+"""What this machine offers: cores and memory, asked of the system itself.
 
 Only facts that need no tensor library; what a GPU offers is for the model's side to ask.
 """
@@ -7,19 +7,13 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-
 
 @dataclass(frozen=True)
 class Machine:
-    """cpu_has_bf16: the cores multiply bfloat16 numbers themselves, so it is no slower than fp32.
-
-    free_bytes: main memory that can be had without pushing anything out.
-    """
+    """free_bytes: main memory that can be had without pushing anything out."""
 
     has_cuda: bool
     num_cores: int
-    cpu_has_bf16: bool
     free_bytes: int
 
 
@@ -28,7 +22,6 @@ def detect(has_cuda: bool, root: Path = Path("/")) -> Machine:
     return Machine(
         has_cuda=has_cuda,
         num_cores=_num_cores(root),
-        cpu_has_bf16=bool(_BF16_FLAGS & _cpu_flags(root)),
         free_bytes=free_bytes(root),
     )
 
@@ -53,14 +46,6 @@ def _num_cores(root: Path) -> int:
     if quota.isdigit() and period.isdigit():
         cores = min(cores, max(-(-int(quota) // int(period)), 1))
     return cores
-
-
-def _cpu_flags(root: Path) -> set[str]:
-    for line in _read(root / "proc/cpuinfo").splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in {"flags", "Features"}:
-            return set(value.split())
-    return set()
 
 
 def _read(path: Path) -> str:

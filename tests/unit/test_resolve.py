@@ -8,7 +8,7 @@ from minidsa.configs.engine import CacheConfig, EngineConfig, SchedulerConfig
 from minidsa.configs.machine import Machine, detect
 from minidsa.configs.resolve import MAX_CPU_CACHE_BYTES, resolve_cache, resolve_run, validate
 
-CPU = Machine(has_cuda=False, num_cores=3, cpu_has_bf16=False, free_bytes=1 << 30)
+CPU = Machine(has_cuda=False, num_cores=3, free_bytes=1 << 30)
 GPU = dataclasses.replace(CPU, has_cuda=True)
 
 
@@ -23,7 +23,6 @@ def config(**values):
     ("machine", "device", "dtype", "page", "budget", "threads"),
     [
         (CPU, "cpu", "float32", 16, 512, 3),
-        (dataclasses.replace(CPU, cpu_has_bf16=True), "cpu", "bfloat16", 16, 512, 3),
         (GPU, "cuda", "bfloat16", 64, 8192, 1),
     ],
 )
@@ -47,9 +46,12 @@ def test_what_was_said_is_kept_without_a_note():
     assert resolved.config == said and resolved.notes == ()
 
 
-def test_a_checkpoint_in_fp32_stays_fp32_on_the_cpu():
-    machine = dataclasses.replace(CPU, cpu_has_bf16=True)
-    assert resolve_run(EngineConfig(), machine, "float32").config.dtype == "float32"
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_a_cpu_computes_in_fp32_and_says_what_was_stored(stored):
+    resolved = resolve_run(EngineConfig(), CPU, stored)
+    (note,) = [note for note in resolved.notes if note.startswith("dtype ")]
+    assert resolved.config.dtype == "float32"
+    assert ("the checkpoint is bfloat16" in note) is (stored == "bfloat16")
 
 
 def test_every_running_request_has_a_token_in_the_budget():
@@ -141,7 +143,6 @@ def test_this_machine_is_seen():
 def test_a_container_sees_its_own_limits(tmp_path):
     files = {
         "proc/meminfo": "MemTotal: 999 kB\nMemAvailable: 64 kB\n",
-        "proc/cpuinfo": "processor : 0\nflags : fpu avx512_bf16 sse\n",
         "sys/fs/cgroup/memory.max": "50000\n",
         "sys/fs/cgroup/memory.current": "20000\n",
         "sys/fs/cgroup/cpu.max": "50000 100000\n",
@@ -150,7 +151,7 @@ def test_a_container_sees_its_own_limits(tmp_path):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    assert detect(False, tmp_path) == Machine(False, 1, True, 30000)
+    assert detect(False, tmp_path) == Machine(False, 1, 30000)
     (tmp_path / "sys/fs/cgroup/memory.max").write_text("max\n")
     assert detect(False, tmp_path).free_bytes == 65536
     assert detect(False, tmp_path / "nowhere").free_bytes > 0
