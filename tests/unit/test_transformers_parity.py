@@ -236,3 +236,15 @@ def test_the_oracle_agrees_with_transformers(name):
     for chosen, theirs in zip(trace.selected, selections, strict=True):
         for row in range(LONGEST):
             assert set(chosen[row]) == {t for t in theirs[row].tolist() if t <= row}
+
+
+def test_bf16_follows_fp32():
+    """Without experts and selection, whose choices may flip, only rounding is left."""
+    folder = pair("v32-dense-only").folder
+    narrow = load_model(folder, read_config(folder), torch.bfloat16, torch.device("cpu"))
+    storage = new_storage(narrow, 64, 16)
+    steps = Stepper(narrow, DsaBackend(TorchDenseBackend(storage), storage, TOPK), storage)
+    logits = steps.prefill("a", prompt(LONGEST)[:TOPK], 7)
+    assert logits.dtype == torch.float32
+    difference = logits.log_softmax(-1) - expected("v32-dense-only")[0][:TOPK]
+    assert 1e-4 < difference.abs().max().item() < 0.3
