@@ -56,6 +56,11 @@ class Query:
                 f"the plan has {num_tokens} tokens, the query's parts have {shapes[0]} and "
                 f"{shapes[1]} tokens and heads"
             )
+        if self.index and [len(self.index.q_TnD), len(self.index.weights_Tn)] != [num_tokens] * 2:
+            raise ValueError(
+                f"the plan has {num_tokens} tokens, the index query has "
+                f"{len(self.index.q_TnD)} and {len(self.index.weights_Tn)} rows and weights"
+            )
         if self.nope_THN.dtype != dtype:
             raise TypeError(f"the query is {self.nope_THN.dtype}, the cache holds {dtype}")
 

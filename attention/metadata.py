@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+import torch
 from torch import Tensor
 
 
@@ -63,6 +64,8 @@ class AttentionBatch:
     positions_T: int64, position of each token in its request.
     slots_T: int64, cache slot (page * page_size + offset) that each token's rows go to.
     block_table_BP: int32, pages of each request in order, padded with page 0.
+
+    Raises ValueError or TypeError, with the numbers, when these do not fit together.
     """
 
     num_extends: int
@@ -71,6 +74,26 @@ class AttentionBatch:
     positions_T: Tensor
     slots_T: Tensor
     block_table_BP: Tensor
+
+    def __post_init__(self) -> None:
+        rows = (len(self.query_lens), len(self.context_lens), len(self.block_table_BP))
+        if len(set(rows)) > 1 or self.num_extends > rows[0]:
+            raise ValueError(
+                f"{rows[0]} query lengths, {rows[1]} context lengths and {rows[2]} rows of the "
+                f"block table, of {self.num_extends} extends and the decodes, do not fit together"
+            )
+        if min(self.query_lens, default=1) < 1:
+            raise ValueError(f"a request has at least one token, got {self.query_lens}")
+        if len(set(self.query_lens[self.num_extends :])) > 1:
+            widths = self.query_lens[self.num_extends :]
+            raise ValueError(f"decodes bring the same number of tokens, got {widths}")
+        tokens = (sum(self.query_lens), len(self.positions_T), len(self.slots_T))
+        if len(set(tokens)) > 1:
+            raise ValueError(
+                f"{tokens[0]} tokens, {tokens[1]} positions and {tokens[2]} slots do not fit"
+            )
+        if self.block_table_BP.dtype != torch.int32:
+            raise TypeError(f"the block table is int32, got {self.block_table_BP.dtype}")
 
     @cached_property
     def extends(self) -> Part:

@@ -14,6 +14,8 @@ class RequestSlots:
 
     table_BL: int64, L = block table width * page size. Places beyond a request's length repeat
     its first slot: what pads a tile is then a row that the request owns, never an unwritten one.
+
+    Raises ValueError when a request is longer than the block table reaches.
     """
 
     def __init__(self, part: Part, page_size: int) -> None:
@@ -26,13 +28,18 @@ class RequestSlots:
 
     def refresh(self, part: Part) -> None:
         """Fill the table for another step of the same shape."""
+        reach = self.table_BL.shape[1]
+        if part.longest > reach:
+            raise ValueError(
+                f"a request of {part.longest} tokens has a block table that reaches to {reach}"
+            )
         table_BP, device = part.block_table_BP, part.block_table_BP.device
         offsets_P = torch.arange(self.page_size, device=device)
         table_BPP = self.table_BL.view(*table_BP.shape, self.page_size)
         torch.add(table_BP.unsqueeze(-1) * self.page_size, offsets_P, out=table_BPP)
-        if len(set(part.kv_lens)) > 1 or part.longest < self.table_BL.shape[1]:
+        if len(set(part.kv_lens)) > 1 or part.longest < reach:
             lengths_B1 = torch.tensor(part.kv_lens, device=device).unsqueeze(1)
-            beyond_BL = torch.arange(self.table_BL.shape[1], device=device) >= lengths_B1
+            beyond_BL = torch.arange(reach, device=device) >= lengths_B1
             first_B1 = self.table_BL[:, :1].clone()
             torch.where(beyond_BL, first_B1, self.table_BL, out=self.table_BL)
         self._starts = self._find_runs(part)
