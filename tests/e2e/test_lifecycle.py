@@ -1,0 +1,199 @@
+"""Starting, refusing to start, draining, dying: each with a server of its own."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from server_process import COMMAND, SMALL, ServerProcess
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def start(checkpoint):
+    """Starts servers and ends those that a test leaves behind."""
+    started: list[ServerProcess] = []
+
+    def make(*arguments: str, **options: bool) -> ServerProcess:
+        process = ServerProcess(str(checkpoint), *SMALL, *arguments, **options)
+        started.append(process)
+        return process
+
+    yield make
+    for process in started:
+        process.kill()
+
+
+class Stream(threading.Thread):
+    """A streamed completion read in the background; `events` once it has ended."""
+
+    def __init__(self, url: str, **fields: object) -> None:
+        super().__init__(daemon=True)
+        self._url = url
+        self._body = {"prompt": "x", "stream": True, "ignore_eos": True, "max_tokens": 100} | fields
+        self.begun = threading.Event()
+        self.text = ""
+        self.start()
+        assert self.begun.wait(30)
+
+    def run(self) -> None:
+        with httpx.stream(
+            "POST", f"{self._url}/v1/completions", json=self._body, timeout=60
+        ) as response:
+            for text in response.iter_text():
+                self.text += text
+                self.begun.set()
+
+    @property
+    def events(self) -> list[dict]:
+        self.join(60)
+        lines = [line for line in self.text.split("\n\n") if line]
+        assert lines[-1] == "data: [DONE]"
+        return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+def refuse(*arguments: str) -> tuple[int, list[str]]:
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=120)
+    return done.returncode, [line for line in done.stderr.splitlines() if line]
+
+
+def test_ops_07_sigterm_lets_streams_finish(start):
+    server = start()
+    streams = [Stream(server.url, max_tokens=tokens) for tokens in (60, 120, 200)]
+    server.process.send_signal(signal.SIGTERM)
+    time.sleep(0.1)
+    assert httpx.get(f"{server.url}/health").status_code == 503
+    assert httpx.get(f"{server.url}/live").status_code == 200
+    refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"})
+    assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+    for stream in streams:
+        assert stream.events[-1]["choices"][0]["finish_reason"] == "length"
+    assert server.wait() == 0
+    assert server.errors == []
+
+
+def test_ops_08_an_idle_server_leaves_at_once(start):
+    server = start()
+    engine = server.engine_pid
+    begin = time.monotonic()
+    assert server.stop(signal.SIGINT) == 0
+    assert time.monotonic() - begin < 5
+    assert not Path(f"/proc/{engine}").exists()
+
+
+def test_ops_09_the_drain_has_a_cap(start):
+    server = start("--drain-seconds", "0.3")
+    streams = [Stream(server.url, max_tokens=500) for _ in range(12)]
+    begin = time.monotonic()
+    assert server.stop() == 1
+    assert time.monotonic() - begin < 10
+    ends = {stream.events[-1]["choices"][0]["finish_reason"] for stream in streams}
+    assert ends <= {"abort", "length"} and "abort" in ends
+
+
+def test_a_second_signal_leaves_at_once(start):
+    server = start()
+    for _ in range(12):
+        Stream(server.url, max_tokens=500)
+    begin = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    time.sleep(0.1)
+    assert server.stop() == 1
+    assert time.monotonic() - begin < 10
+
+
+def test_ops_02_the_engine_is_killed(start):
+    server = start()
+    streams = [Stream(server.url, max_tokens=500) for _ in range(8)]
+    os.kill(server.engine_pid, signal.SIGKILL)
+    begin = time.monotonic()
+    for stream in streams:
+        assert stream.events[-1]["error"]["code"] == "service_unavailable"
+    assert time.monotonic() - begin < 5
+    assert server.wait() == 1
+    assert any("engine" in line for line in server.errors)
+
+
+def test_ops_03_the_server_is_killed(start):
+    server = start()
+    engine = server.engine_pid
+    server.process.kill()
+    end = time.monotonic() + 10
+    while Path(f"/proc/{engine}").exists():
+        assert time.monotonic() < end, "the engine outlived its server"
+        time.sleep(0.05)
+
+
+def test_ops_01_alive_before_it_is_ready(start):
+    server = start(wait_ready=False)
+    server.wait_ready()
+    assert httpx.get(f"{server.url}/live").status_code == 200
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    text = "\n".join(server.lines)
+    assert "loaded random: deepseek_v32" in text
+    assert "longest request: 512 tokens" in text
+    assert "cache: " in text
+    assert sum(line.startswith("ready: ") for line in server.lines) == 1
+    assert "/v1/chat/completions" in server.lines[-1]
+
+
+def test_abu_20_one_socket_listens_and_it_is_ours(start):
+    server = start()
+    listening = set()
+    inodes = set()
+    for pid in (server.process.pid, server.engine_pid):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            target = os.readlink(entry)
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                listening.add(fields[1])
+    port = int(server.url.rpartition(":")[2])
+    assert listening == {f"0100007F:{port:04X}"}
+
+
+def test_the_key_guards_a_real_server(start):
+    server = start("--api-key", "secret")
+    assert httpx.get(f"{server.url}/v1/models").status_code == 401
+    headers = {"authorization": "Bearer secret"}
+    assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_ops_16_a_taken_port_is_one_line(checkpoint):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code, lines = refuse("serve", str(checkpoint), "--port", port)
+    assert code == 1
+    assert len(lines) == 1 and port in lines[0] and "in use" in lines[0]
+
+
+@pytest.mark.parametrize("damage", ["no tokenizer", "no weights", "broken config", "short file"])
+def test_a_damaged_checkpoint_is_refused_in_one_line(checkpoint, tmp_path, damage):
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    weights = sorted(tmp_path.glob("*.safetensors"))[0]
+    if damage == "no tokenizer":
+        (tmp_path / "tokenizer.json").unlink()
+    elif damage == "no weights":
+        weights.unlink()
+    elif damage == "broken config":
+        (tmp_path / "config.json").unlink()
+        (tmp_path / "config.json").write_text('{"model_type": "other"}')
+    else:
+        content = weights.read_bytes()
+        weights.unlink()
+        weights.write_bytes(content[: len(content) // 2])
+    code, lines = refuse("serve", str(tmp_path), "--port", "0")
+    assert code == 1
+    assert len(lines) == 1 and lines[0].startswith("minidsa: ")
