@@ -108,12 +108,8 @@ def _resolve_device(
         dtype, note = _choose_dtype(device, checkpoint_dtype)
         notes.append(note)
     if threads is None:
-        threads = machine.num_cores if device == "cpu" else 1
-        notes.append(
-            f"num_threads {threads}: one for each core of this process"
-            if device == "cpu"
-            else "num_threads 1: the work is on the GPU"
-        )
+        threads, note = _choose_threads(device, machine.num_cores)
+        notes.append(note)
     return dataclasses.replace(config, device=device, dtype=dtype, num_threads=threads)
 
 
@@ -125,6 +121,14 @@ def _choose_dtype(device: str, checkpoint_dtype: str) -> tuple[Dtype, str]:
     reason = "on a CPU it is the faster one, and batch mates do not change a request's tokens"
     stored = "" if checkpoint_dtype == "float32" else f" (the checkpoint is {checkpoint_dtype})"
     return "float32", f"dtype float32: {reason}{stored}"
+
+
+def _choose_threads(device: str, num_cores: int) -> tuple[int, str]:
+    """Threads that wait for a core they do not get cost far more than they bring."""
+    if device == "cuda":
+        return 1, "num_threads 1: the work is on the GPU"
+    threads = max(1, num_cores - 1)
+    return threads, f"num_threads {threads}: {num_cores} cores, one of them for HTTP and text"
 
 
 def _resolve_budget(config: EngineConfig, notes: list[str]) -> EngineConfig:

@@ -1,23 +1,14 @@
 """Log-probabilities of chosen tokens, their ranks and the likeliest alternatives."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .sequence import TokenScore
+
 # Prompt rows are scored in tiles, so a long chunk never needs [chunk, vocabulary] in one piece.
 ROWS_AT_ONCE = 128
-
-
-@dataclass(frozen=True)
-class TokenScore:
-    """Natural-log probability of one token, its rank (1: likeliest) and the alternatives."""
-
-    logprob: float
-    rank: int
-    top_ids: list[int]
-    top_logprobs: list[float]
 
 
 def score_tokens(logits_NV: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenScore]:

@@ -5,7 +5,6 @@ host integers again.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
@@ -15,41 +14,9 @@ from ..attention.base import AttentionBackend
 from ..attention.metadata import AttentionBatch
 from ..kv_cache.storage import CacheStorage
 from .deepseek import DeepseekModel
-from .logprobs import ROWS_AT_ONCE, TokenScore, score_tokens
-from .sampler import SampleInput, sample
-
-
-@dataclass(frozen=True)
-class SequenceInput:
-    """One request's part of a step.
-
-    token_ids: the tokens computed now, a prompt chunk or one decode token.
-    context_len: tokens of the request cached before this step.
-    pages: its block table, reaching at least context_len + len(token_ids).
-    sample: None for a prompt chunk that is not the last.
-    prompt_targets: where prompt logprobs are wanted, the prompt token that follows each row; the
-        row that samples has none, so there may be one fewer than rows.
-    """
-
-    token_ids: Sequence[int]
-    context_len: int
-    pages: Sequence[int]
-    sample: SampleInput | None
-    prompt_targets: Sequence[int] = ()
-    num_prompt_logprobs: int = 0
-
-
-@dataclass(frozen=True)
-class SequenceOutput:
-    """The sampled token, if one was asked for, and the scores asked for."""
-
-    token_id: int | None = None
-    logprobs: TokenScore | None = None
-    prompt_logprobs: list[TokenScore] = field(default_factory=list)
-    error: str | None = None
-
-
-NON_FINITE = "the model produced non-finite logits for this request"
+from .logprobs import ROWS_AT_ONCE, score_tokens
+from .sampler import sample
+from .sequence import NON_FINITE, SampleInput, SequenceInput, SequenceOutput, TokenScore
 
 
 class ModelRunner:

@@ -6,28 +6,13 @@ after preemption cannot move them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..configs.sampling import SamplingParams
+from .sequence import SampleInput
 
 _MASK64 = (1 << 64) - 1
-
-
-@dataclass(frozen=True)
-class SampleInput:
-    """What the sampler knows of a request: its settings and the tokens so far."""
-
-    params: SamplingParams
-    prompt_ids: Sequence[int]
-    output_ids: Sequence[int]
-
-    @property
-    def position(self) -> int:
-        """Position of the token about to be chosen."""
-        return len(self.prompt_ids) + len(self.output_ids)
 
 
 def uniform(seed: int, position: int) -> float:

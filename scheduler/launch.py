@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from ..model.runner import SequenceInput, SequenceOutput
-from ..model.sampler import SampleInput
+from ..model.sequence import SampleInput, SequenceInput, SequenceOutput
 from .batch import Step, Work
 
 

@@ -15,8 +15,7 @@ from minidsa.configs.engine import EngineConfig, SchedulerConfig
 from minidsa.configs.sampling import SamplingParams
 from minidsa.kv_cache.cache import KvCache
 from minidsa.kv_cache.pool import PagePool
-from minidsa.model.logprobs import TokenScore
-from minidsa.model.runner import NON_FINITE, SequenceInput, SequenceOutput
+from minidsa.model.sequence import NON_FINITE, SequenceInput, SequenceOutput, TokenScore
 from minidsa.scheduler.batch import Step
 from minidsa.scheduler.launch import launch
 from minidsa.scheduler.messages import RequestOutput, Submit

@@ -22,7 +22,7 @@ def config(**values):
 @pytest.mark.parametrize(
     ("machine", "device", "dtype", "page", "budget", "threads"),
     [
-        (CPU, "cpu", "float32", 16, 512, 3),
+        (CPU, "cpu", "float32", 16, 512, 2),
         (GPU, "cuda", "bfloat16", 64, 8192, 1),
     ],
 )

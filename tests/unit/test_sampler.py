@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from minidsa.configs.sampling import SamplingParams
 from minidsa.model.logprobs import score_tokens
-from minidsa.model.sampler import SampleInput, sample, uniform
+from minidsa.model.sampler import sample, uniform
+from minidsa.model.sequence import SampleInput
 
 VOCAB = 50
 
