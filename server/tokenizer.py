@@ -66,7 +66,7 @@ class Tokenizer:
         BOS is put in front once: not again where the text begins with its literal. Raises
         ValueError for text that is not valid Unicode.
         """
-        ids = self._full.encode(check_text(text), add_special_tokens=False).ids
+        ids = _encode(self._full, text)
         if add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids
@@ -81,7 +81,7 @@ class Tokenizer:
             if isinstance(run, Control):
                 ids.append(self.control_ids([run.literal])[0])
             else:
-                ids += self._plain.encode(check_text(run), add_special_tokens=False).ids
+                ids += _encode(self._plain, run)
         return ids
 
     def control_ids(self, literals: Sequence[str]) -> list[int]:
@@ -166,6 +166,12 @@ def check_text(text: str) -> str:
             f"{error.start}), which is not valid Unicode"
         ) from None
     return text
+
+
+def _encode(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+    # Of the library's encoders only the batch ones let other threads run meanwhile: a word of a
+    # million letters takes seconds, and the event loop must not wait for it.
+    return tokenizer.encode_batch_fast([check_text(text)], add_special_tokens=False)[0].ids
 
 
 def _build(description: dict[str, Any]) -> tokenizers.Tokenizer:
