@@ -42,6 +42,7 @@ class DeepseekModel:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         allocate = Allocator(dtype, device)
+        self._linears = allocate.linears
         self.config = config
         self.dtype = dtype
         self.device = device
@@ -56,6 +57,11 @@ class DeepseekModel:
         self.angles_PR = angle_table(
             config.rope, config.rope_dim, config.max_position_embeddings, device
         )
+
+    def pack(self) -> None:
+        """Lay the weights out for the processor; afterwards they cannot be read by name."""
+        for linear in self._linears:
+            linear.pack()
 
     def forward(
         self, token_ids_T: Tensor, plan: Plan, backend: AttentionBackend, storage: CacheStorage

@@ -86,20 +86,24 @@ def _choose_backend(config: EngineConfig, model_config: ModelConfig) -> Choice:
 def _assemble(
     config: EngineConfig, model: DeepseekModel, choice: Choice, notes: list[str]
 ) -> LoadedEngine:
+    weights = [entry.target for entry in name_table(model).values()]
+    num_parameters = sum(weight.numel() for weight in weights)
+    weight_bytes = sum(weight.nbytes for weight in weights)
+    del weights
+    model.pack()
     layout, indexer = model.config.cache_layout(), model.config.indexer
     page_size, num_pages = _chosen(config.cache.page_size), _chosen(config.cache.num_pages)
     # One page more than can be handed out: page 0 is where padding writes.
     storage = CacheStorage(layout, num_pages + 1, page_size, model.dtype, model.device)
     backend = choice.build(storage, None if indexer is None else indexer.topk)
     kv_cache = KvCache(num_pages, page_size)
-    weights = [entry.target for entry in name_table(model).values()]
     info = LoadedInfo(
         model_type=model.config.model_type,
         vocab_size=model.config.vocab_size,
         max_model_len=_chosen(config.max_model_len),
         eos_token_ids=list(model.config.eos_token_ids),
-        num_parameters=sum(weight.numel() for weight in weights),
-        weight_bytes=sum(weight.nbytes for weight in weights),
+        num_parameters=num_parameters,
+        weight_bytes=weight_bytes,
         dtype=config.dtype,
         device=config.device,
         attention_backend=backend.name,

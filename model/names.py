@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .config import ModelConfig, MoeConfig
 from .deepseek import DecoderLayer, DeepseekModel
+from .layers.indexer import Indexer
 from .layers.linear import Allocator
 from .layers.mla import Mla
 from .layers.mlp import Mlp
@@ -51,7 +52,7 @@ def name_table(model: DeepseekModel) -> dict[str, Slice]:
         ]
     )
     if not model.config.tie_word_embeddings:
-        table.update([_whole("lm_head.weight", model.head.weight_VD)])
+        table.update([_whole("lm_head.weight", model.head.linear.weight_ED)])
     for index, layer in enumerate(model.layers):
         table.update(_layer(f"model.layers.{index}.", layer, model.config))
     return table
@@ -113,30 +114,27 @@ def _attention(prefix: str, mla: Mla, config: ModelConfig) -> Iterator[Entry]:
         head = half_split_rows(config.nope_dim + rope_dim, rope_dim, start=config.nope_dim)
         query_rows = _each_head(head, config.num_heads)
         kv_rows = half_split_rows(latent + rope_dim, rope_dim, start=latent)
-    if mla.q_norm is None or mla.up_EQ is None:
-        yield _whole(f"{prefix}q_proj.weight", mla.down_ED[:query], query_rows)
+    if mla.q_norm is None or mla.up is None:
+        yield _whole(f"{prefix}q_proj.weight", mla.down.weight_ED[:query], query_rows)
     else:
-        yield _whole(f"{prefix}q_a_proj.weight", mla.down_ED[: mla.latent_start])
+        yield _whole(f"{prefix}q_a_proj.weight", mla.down.weight_ED[: mla.latent_start])
         yield _whole(f"{prefix}q_a_layernorm.weight", mla.q_norm.weight_D)
-        yield _whole(f"{prefix}q_b_proj.weight", mla.up_EQ[:query], query_rows)
-    rows_ED = mla.down_ED[mla.latent_start : latent_end]
+        yield _whole(f"{prefix}q_b_proj.weight", mla.up.weight_ED, query_rows)
+    rows_ED = mla.down.weight_ED[mla.latent_start : latent_end]
     yield _whole(f"{prefix}kv_a_proj_with_mqa.weight", rows_ED, kv_rows)
     yield _whole(f"{prefix}kv_a_layernorm.weight", mla.kv_norm.weight_D)
     yield _whole(f"{prefix}kv_b_proj.weight", mla.kv_b_HXC.flatten(0, 1))
-    yield _whole(f"{prefix}o_proj.weight", mla.out_DE)
-    if mla.indexer is not None and mla.up_EQ is not None:
-        yield from _indexer(f"{prefix}indexer.", mla, mla.up_EQ[query:], mla.down_ED[latent_end:])
+    yield _whole(f"{prefix}o_proj.weight", mla.out.weight_ED)
+    if mla.indexer is not None:
+        yield from _indexer(f"{prefix}indexer.", mla.indexer, mla.down.weight_ED[latent_end:])
 
 
-def _indexer(prefix: str, mla: Mla, queries_EQ: Tensor, keys_ED: Tensor) -> Iterator[Entry]:
-    indexer = mla.indexer
-    if indexer is None:
-        return
+def _indexer(prefix: str, indexer: Indexer, keys_ED: Tensor) -> Iterator[Entry]:
     key_rows = query_rows = None
     if not indexer.indexer.rope_interleaved:
         key_rows = half_split_rows(indexer.indexer.head_dim, indexer.rope_dim)
         query_rows = _each_head(key_rows, indexer.indexer.num_heads)
-    yield _whole(f"{prefix}wq_b.weight", queries_EQ, query_rows)
+    yield _whole(f"{prefix}wq_b.weight", indexer.up.weight_ED, query_rows)
     yield _whole(f"{prefix}wk.weight", keys_ED, key_rows)
     yield _whole(f"{prefix}k_norm.weight", indexer.key_norm.weight_D, key_rows)
     yield _whole(f"{prefix}k_norm.bias", indexer.key_norm.bias_D, key_rows)
@@ -148,10 +146,10 @@ def _each_head(rows: list[int], heads: int) -> list[int]:
 
 
 def _mlp(prefix: str, mlp: Mlp) -> Iterator[Entry]:
-    gate_ED, up_ED = mlp.gate_up_ED.chunk(2)
+    gate_ED, up_ED = mlp.gate_up.weight_ED.chunk(2)
     yield _whole(f"{prefix}gate_proj.weight", gate_ED)
     yield _whole(f"{prefix}up_proj.weight", up_ED)
-    yield _whole(f"{prefix}down_proj.weight", mlp.down_DE)
+    yield _whole(f"{prefix}down_proj.weight", mlp.down.weight_ED)
 
 
 def _moe(prefix: str, moe: Moe) -> Iterator[Entry]:

@@ -58,7 +58,9 @@ class NanPool(PagePool):
 
 @functools.cache
 def model_of(directory: Path) -> DeepseekModel:
-    return load_model(directory, read_config(directory), torch.float32, torch.device("cpu"))
+    model = load_model(directory, read_config(directory), torch.float32, torch.device("cpu"))
+    model.pack()
+    return model
 
 
 class ModelDriver:

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from .linear import Allocator, linear
+from .linear import Allocator, Linear
 
 
 class Embedding:
@@ -22,8 +22,12 @@ class Head:
     def __init__(
         self, vocab_size: int, width: int, allocate: Allocator, tied: Embedding | None = None
     ) -> None:
-        self.weight_VD = tied.weight_VD if tied else allocate.matrix(vocab_size, width)
+        if tied is None:
+            self.linear = allocate.linear(vocab_size, width)
+        else:
+            # Not the allocator's: the table must stay readable row by row.
+            self.linear = Linear(tied.weight_VD)
 
     def __call__(self, hidden_ND: Tensor) -> Tensor:
         """fp32 logits [N, vocabulary]."""
-        return linear(hidden_ND, self.weight_VD).float()
+        return self.linear(hidden_ND).float()

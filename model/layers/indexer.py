@@ -5,23 +5,30 @@ w from the layer's input (DeepSeek-V3.2-Exp, section 2.1). Scoring and selecting
 backend's work. Rope covers the first R dimensions of q and k.
 """
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...attention.base import IndexQuery
 from ..config import IndexerConfig
-from .linear import Allocator, linear
+from .linear import Allocator
 from .norm import LayerNorm
 from .rope import rotate_
 
 
 class Indexer:
-    """Owns the key norm and the head weights; wk and wq_b are rows of MLA's fused projections."""
+    """wq_b, the key norm and the head weights; wk is a part of MLA's first projection."""
 
     def __init__(
-        self, indexer: IndexerConfig, hidden: int, rope_dim: int, allocate: Allocator
+        self,
+        indexer: IndexerConfig,
+        query_latent: int,
+        hidden: int,
+        rope_dim: int,
+        allocate: Allocator,
     ) -> None:
         self.indexer = indexer
         self.rope_dim = rope_dim
+        self.up = allocate.linear(indexer.num_heads * indexer.head_dim, query_latent)
         self.key_norm = LayerNorm(indexer.head_dim, allocate)
         self.weights_nD = allocate.fp32(indexer.num_heads, hidden)
         self._scale = (indexer.num_heads * indexer.head_dim) ** -0.5
@@ -32,9 +39,9 @@ class Indexer:
         rotate_(keys_TD[:, : self.rope_dim], angles_TR)
         return keys_TD
 
-    def queries(self, x_TD: Tensor, projected_TE: Tensor, angles_TR: Tensor) -> IndexQuery:
-        """Finished index queries of projected ones ([T, heads * D]) and their head weights."""
+    def queries(self, x_TD: Tensor, latent_TQ: Tensor, angles_TR: Tensor) -> IndexQuery:
+        """Index queries from the normed query latent, head weights from the layer's input."""
         heads, width = self.indexer.num_heads, self.indexer.head_dim
-        q_TnD = projected_TE.view(-1, heads, width)
+        q_TnD = self.up(latent_TQ).view(-1, heads, width)
         rotate_(q_TnD[..., : self.rope_dim], angles_TR.unsqueeze(1))
-        return IndexQuery(q_TnD, linear(x_TD.float(), self.weights_nD) * self._scale)
+        return IndexQuery(q_TnD, F.linear(x_TD.float(), self.weights_nD) * self._scale)

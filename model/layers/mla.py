@@ -1,9 +1,9 @@
 """Multi-head latent attention: projections, cache rows and queries around a backend.
 
-Two fused projections: `down` makes the query latent, the key-value latent, the shared rotated key
-and the index key from the layer's input; `up` makes the heads' queries and the index queries from
-the query latent. Without a query latent `down` begins with the heads' queries themselves. The
-backend decides whether to attend over latents (absorbed) or expanded keys.
+One fused projection, `down`, makes the query latent, the key-value latent, the shared rotated key
+and the index key from the layer's input; `up` makes the heads' queries from the query latent.
+Without a query latent `down` begins with the heads' queries themselves. The backend decides whether
+to attend over latents (absorbed) or expanded keys.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from ...attention.base import AttentionBackend, MlaLayer, Plan, Query
 from ...kv_cache.storage import CacheStorage
 from ..config import ModelConfig
 from .indexer import Indexer
-from .linear import Allocator, linear
+from .linear import Allocator, Linear
 from .norm import LATENT_EPS, RmsNorm
 from .rope import rotate_
 
@@ -41,19 +41,19 @@ class Mla:
         self.latent_start = config.q_lora_rank or self.query_width
         index_width = config.indexer.head_dim if config.indexer else 0
         down_width = self.latent_start + config.kv_lora_rank + config.rope_dim + index_width
-        self.down_ED = allocate.matrix(down_width, config.hidden_size)
-        self.up_EQ: Tensor | None = None
+        self.down = allocate.linear(down_width, config.hidden_size)
+        self.up: Linear | None = None
         self.q_norm: RmsNorm | None = None
         if config.q_lora_rank is not None:
-            index_heads = config.indexer.num_heads if config.indexer else 0
-            up_width = self.query_width + index_heads * index_width
-            self.up_EQ = allocate.matrix(up_width, config.q_lora_rank)
+            self.up = allocate.linear(self.query_width, config.q_lora_rank)
             self.q_norm = RmsNorm(config.q_lora_rank, LATENT_EPS, allocate)
         self.kv_norm = RmsNorm(config.kv_lora_rank, LATENT_EPS, allocate)
         self.kv_b_HXC = allocate.weight(heads, config.nope_dim + config.v_dim, config.kv_lora_rank)
-        self.out_DE = allocate.matrix(config.hidden_size, heads * config.v_dim)
+        self.out = allocate.linear(config.hidden_size, heads * config.v_dim)
         self.indexer = (
-            Indexer(config.indexer, config.hidden_size, config.rope_dim, allocate)
+            Indexer(
+                config.indexer, self.latent_start, config.hidden_size, config.rope_dim, allocate
+            )
             if config.indexer
             else None
         )
@@ -65,10 +65,10 @@ class Mla:
         )
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
-        down_TE = linear(x_TD, self.down_ED)
+        down_TE = self.down(x_TD)
         self._write_rows(down_TE, step)
         heads_THV = self._attend(self._query(x_TD, down_TE, step), step)
-        return linear(heads_THV.flatten(1), self.out_DE)
+        return self.out(heads_THV.flatten(1))
 
     def _write_rows(self, down_TE: Tensor, step: Step) -> None:
         latent_end = self.latent_start + self.config.kv_lora_rank
@@ -84,15 +84,13 @@ class Mla:
 
     def _query(self, x_TD: Tensor, down_TE: Tensor, step: Step) -> Query:
         config = self.config
-        up_TE, index = down_TE[:, : self.latent_start], None
-        if self.q_norm is not None and self.up_EQ is not None:
-            # Rows of index queries come last: without a selection they are simply not computed.
-            weight_EQ = self.up_EQ if step.plan.selects else self.up_EQ[: self.query_width]
-            up_TE = linear(self.q_norm(up_TE), weight_EQ)
-        if self.indexer is not None and step.plan.selects:
-            index = self.indexer.queries(x_TD, up_TE[:, self.query_width :], step.angles_TR)
-        width = config.nope_dim + config.rope_dim
-        q_THX = up_TE[:, : self.query_width].view(-1, config.num_heads, width)
+        q_TE, index = down_TE[:, : self.latent_start], None
+        if self.q_norm is not None and self.up is not None:
+            latent_TQ = self.q_norm(q_TE)
+            q_TE = self.up(latent_TQ)
+            if self.indexer is not None and step.plan.selects:
+                index = self.indexer.queries(x_TD, latent_TQ, step.angles_TR)
+        q_THX = q_TE.view(-1, config.num_heads, config.nope_dim + config.rope_dim)
         nope_THN, rope_THR = q_THX[..., : config.nope_dim], q_THX[..., config.nope_dim :]
         rotate_(rope_THR, step.angles_TR.unsqueeze(1))
         return Query(nope_THN, rope_THR, index)

@@ -3,18 +3,18 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from .linear import Allocator, linear
+from .linear import Allocator
 
 
 class Mlp:
-    """gate_up_ED holds the gate's rows first, then the rows of up."""
+    """gate_up holds the gate's rows first, then the rows of up."""
 
     def __init__(self, hidden: int, width: int, allocate: Allocator) -> None:
-        self.gate_up_ED = allocate.matrix(2 * width, hidden)
-        self.down_DE = allocate.matrix(hidden, width)
+        self.gate_up = allocate.linear(2 * width, hidden)
+        self.down = allocate.linear(hidden, width)
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        return linear(silu_product(linear(x_TD, self.gate_up_ED)), self.down_DE)
+        return self.down(silu_product(self.gate_up(x_TD)))
 
 
 def silu_product(gate_up_TE: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import MoeConfig
-from .linear import Allocator, linear
+from .linear import Allocator
 from .mlp import silu_product
 
 
@@ -26,7 +26,7 @@ class Gate:
     def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Weights (fp32) and ids of the chosen experts, each [T, K], best first."""
         moe = self.moe
-        scores_TE = linear(x_TD.float(), self.weight_ED).sigmoid()
+        scores_TE = F.linear(x_TD.float(), self.weight_ED).sigmoid()
         ranking_TE = scores_TE + self.bias_E
         if moe.num_chosen_groups < moe.num_groups:
             ranking_TE = self._best_groups_only(ranking_TE)
@@ -61,8 +61,8 @@ class Moe:
         self.moe = moe
         self.gate = Gate(moe, hidden, allocate)
         experts = moe.num_experts + moe.num_shared
-        self.gate_up_XED = allocate.matrix(experts, 2 * moe.intermediate_size, hidden)
-        self.down_XDE = allocate.matrix(experts, hidden, moe.intermediate_size)
+        self.gate_up_XED = allocate.experts(experts, 2 * moe.intermediate_size, hidden)
+        self.down_XDE = allocate.experts(experts, hidden, moe.intermediate_size)
         self._experts_X = torch.arange(experts, device=allocate.device)
         # Made once: taking a slice costs as much as multiplying with it when there is one row.
         self._expert_weights = [

@@ -20,14 +20,16 @@ def test_every_tensor_lands_in_its_place(single):
     tensors = load_file(single / SINGLE)
     attention = model.layers[1].attention
     prefix = "model.layers.1.self_attn."
-    assert attention.up_EQ is not None and attention.indexer is not None
-    assert torch.equal(attention.down_ED[:24], tensors[f"{prefix}q_a_proj.weight"])
-    assert torch.equal(attention.down_ED[24:64], tensors[f"{prefix}kv_a_proj_with_mqa.weight"])
+    assert attention.indexer is not None
+    assert torch.equal(attention.down.weight_ED[:24], tensors[f"{prefix}q_a_proj.weight"])
+    assert torch.equal(
+        attention.down.weight_ED[24:64], tensors[f"{prefix}kv_a_proj_with_mqa.weight"]
+    )
     # The indexer's first 8 rows are half-split pairs in the file and adjacent pairs here.
     rows = [0, 4, 1, 5, 2, 6, 3, 7, *range(8, 16)]
-    assert torch.equal(attention.down_ED[64:], tensors[f"{prefix}indexer.wk.weight"][rows])
+    assert torch.equal(attention.down.weight_ED[64:], tensors[f"{prefix}indexer.wk.weight"][rows])
     queries = tensors[f"{prefix}indexer.wq_b.weight"].view(4, 16, 24)[:, rows]
-    assert torch.equal(attention.up_EQ[96:].view(4, 16, 24), queries)
+    assert torch.equal(attention.indexer.up.weight_ED.view(4, 16, 24), queries)
     for name, weight in (("weight", "weight_D"), ("bias", "bias_D")):
         norm = tensors[f"{prefix}indexer.k_norm.{name}"][rows]
         assert torch.equal(vars(attention.indexer.key_norm)[weight], norm)
@@ -43,7 +45,11 @@ def test_no_element_stays_uninitialised(single, monkeypatch):
     model = load(single)
     weights = [entry.target for entry in name_table(model).values()]
     layers = [model.layers[i] for i in range(4)]
-    weights += [w for layer in layers for w in (layer.attention.down_ED, layer.attention.out_DE)]
+    weights += [
+        w
+        for layer in layers
+        for w in (layer.attention.down.weight_ED, layer.attention.out.weight_ED)
+    ]
     assert all(weight.isfinite().all() for weight in weights)
     rows = model.layers[1].feed_forward
     assert all(w.isfinite().all() for w in vars(rows).values() if isinstance(w, torch.Tensor))
@@ -57,7 +63,7 @@ def test_sharded_equals_single(single, sharded):
 def test_gate_and_index_weights_stay_fp32_in_bf16(single):
     model = load(single, torch.bfloat16)
     layer = model.layers[1]
-    assert layer.attention.down_ED.dtype == torch.bfloat16
+    assert layer.attention.down.weight_ED.dtype == torch.bfloat16
     assert layer.attention.indexer and layer.attention.indexer.weights_nD.dtype == torch.float32
     assert vars(layer.feed_forward)["gate"].weight_ED.dtype == torch.float32
 
@@ -171,7 +177,7 @@ def test_tied_heads_need_no_head_and_ignore_a_copy(single):
     assert "lm_head.weight" not in check(single)
     edit(single, lambda tensors: tensors.pop("lm_head.weight"))
     model = load(single)
-    assert model.head.weight_VD is model.embedding.weight_VD
+    assert model.head.linear.weight_ED is model.embedding.weight_VD
 
 
 def test_the_default_preset_is_the_same_every_time(tmp_path):

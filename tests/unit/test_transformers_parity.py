@@ -86,6 +86,7 @@ def pair(name: str) -> Pair:
     folder = new_folder()
     reference.save_pretrained(folder)
     model = load_model(folder, read_config(folder), torch.float32, torch.device("cpu"))
+    model.pack()
     return Pair(reference, folder, model)
 
 
