@@ -1,15 +1,18 @@
 """Chats as DeepSeek-V3.2 encodes them, cut into pieces that carry a loss weight.
 
 V3.2 has no template file; its format is defined by the encoder program of the model repository. The
-tools block below is part of that wire format and is kept byte for byte in `words/tools_block.txt`.
+tools block is part of that wire format and read from the server's own file. The server's encoder
+has other inputs and knows no loss weights; a test holds the two equal.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from .slots import WORDS
+# The server's copy: training and serving must not differ by a blank.
+TOOLS_FILE = Path(__file__).parent.parent / "server" / "static" / "deepseek_v32_tools.txt"
 
 BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
 USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
@@ -58,7 +61,7 @@ def dump(value: object) -> str:
 
 def tools_block(tools: list[dict[str, object]]) -> str:
     """The `## Tools` section of a system prompt."""
-    head = (WORDS / "tools_block.txt").read_text(encoding="utf-8")
+    head = TOOLS_FILE.read_text(encoding="utf-8")
     return head + "\n".join(dump(tool) for tool in tools) + "\n</functions>\n"
 
 

@@ -185,9 +185,8 @@ class Rows(IterableDataset[tuple[Tensor, Tensor]]):
 
 def batches(source: Source, workers: int) -> Iterator[tuple[Tensor, Tensor]]:
     """An endless stream; the order of batches depends on the number of workers only."""
-    options = {"prefetch_factor": 8} if workers else {}
-    loader = DataLoader(Rows(source), batch_size=None, num_workers=workers, **options)
-    return iter(loader)
+    ahead = 8 if workers else None
+    return iter(DataLoader(Rows(source), None, num_workers=workers, prefetch_factor=ahead))
 
 
 def held_out_batch(source: Source, rows: int, seed: int) -> tuple[Tensor, Tensor]:

@@ -53,15 +53,17 @@ class Muon(torch.optim.Optimizer):
 
     def update(self, group: dict, shape: tuple[int, ...], params: list[nn.Parameter]) -> None:
         """Update all parameters of one shape."""
-        grads = [p.grad for p in params if p.grad is not None]
-        buffers = [self.state[p].setdefault("momentum", torch.zeros_like(p)) for p in params]
-        torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
-        steps = torch._foreach_lerp(grads, buffers, group["momentum"])
-        stacked = torch.stack(steps).reshape(-1, *shape[-2:])
-        change = orthogonalise(stacked).reshape(len(params), *shape)
+        grads = torch.stack([p.grad for p in params if p.grad is not None])
+        # The first parameter of a shape keeps the momentum of all.
+        state = self.state[params[0]]
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(grads)
+        momentum = state["momentum"].lerp_(grads, 1 - group["momentum"])
+        nesterov = grads.lerp(momentum, group["momentum"])
+        change = orthogonalise(nesterov.reshape(-1, *shape[-2:])).reshape(len(params), *shape)
         scale = RMS_MATCH * max(shape[-2:]) ** 0.5 * group["lr"]
-        torch._foreach_mul_(params, 1 - group["lr"] * group["decay"])
-        torch._foreach_add_(params, list(change.to(params[0].dtype).unbind()), alpha=-scale)
+        for param, delta in zip(params, change.to(grads.dtype).unbind(), strict=True):
+            param.mul_(1 - group["lr"] * group["decay"]).sub_(delta, alpha=scale)
 
 
 def is_matrix(name: str, weight: Tensor) -> bool:
