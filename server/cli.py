@@ -108,9 +108,11 @@ def _serve(config: ServerConfig) -> int:
 def _say(line: str) -> None:
     try:
         print(line, flush=True)
-    except OSError:
-        # Nobody reads; serving goes on.
-        logging.getLogger(__name__).warning("stdout is closed")
+    except OSError as error:
+        # Nobody reads; serving goes on, and this is told once.
+        logging.getLogger(__name__).warning("stdout cannot be written: %s", error.strerror)
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _make_checkpoint(directory: Path, seed: int) -> int:

@@ -19,6 +19,7 @@ import uvicorn
 from ..configs.server import ServerConfig
 from ..scheduler.messages import EngineInfo
 from ..scheduler.process import EngineProcess
+from .activity import report_activity
 from .app import create_app
 from .banner import loaded_lines, ready_line
 from .chat_formats import choose_format
@@ -129,6 +130,7 @@ class Serving:
         await service.client.ready.wait()
         host, port = sock.getsockname()[:2]
         self._say(ready_line(service.model_name, host, port))
+        await report_activity(lambda: service.client.stats, self._say)
 
     async def _drain(self, service: Service, dying: "asyncio.Task[bool]") -> int:
         """Let open requests finish; returns 0 if all did."""

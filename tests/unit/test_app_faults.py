@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from minidsa.scheduler.messages import EngineStats, Failed, Heartbeat, Outputs, RequestOutput
+from minidsa.server.activity import activity_line, report_activity
 from minidsa.server.engine_client import Health
 from scripted_engine import EOS, VOCAB, Bed, server_config, serving
 from sse_reader import post, read_events
@@ -249,3 +250,30 @@ async def test_slow_readers_get_steps_together():
         ids = [c["choices"][0].get("token_ids", []) for c in read_events(response.text)]
         assert [token_id for step in ids for token_id in step] == [*range(110, 140), EOS]
         assert max(map(len, ids)) > 1
+
+
+def test_the_activity_line_is_silent_when_idle():
+    idle = EngineStats(num_pages=100, num_free_pages=100)
+    assert activity_line(idle, idle, 10.0) is None
+    busy = EngineStats(
+        num_running=3,
+        num_waiting=2,
+        num_pages=100,
+        num_free_pages=75,
+        num_prompt_tokens=500,
+        num_generation_tokens=1230,
+        num_preemptions=1,
+    )
+    assert activity_line(idle, busy, 10.0) == (
+        "50 prompt and 123 output tokens/s; 3 running, 2 waiting; cache 25% used; 1 preempted"
+    )
+
+
+async def test_activity_is_reported_until_the_end():
+    lines: list[str] = []
+    busy = EngineStats(num_running=1)
+    task = asyncio.create_task(report_activity(lambda: busy, lines.append, interval=0.001))
+    await until(lambda: len(lines) > 2)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert lines[0].endswith("1 running, 0 waiting; cache 0% used")

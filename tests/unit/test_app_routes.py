@@ -4,16 +4,20 @@ import ast
 import asyncio
 import gzip
 import json
+import threading
 import time
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from minidsa.configs.server import LimitsConfig
 from minidsa.server import gate
-from scripted_engine import EOS, VOCAB, Bed, server_config, serving
+from minidsa.server.chat_protocol import ChatRequest
+from minidsa.server.protocol import CompletionRequest
+from scripted_engine import EOS, INFO, VOCAB, Bed, server_config, serving
 from sse_reader import post, read_events, stream
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -348,3 +352,65 @@ async def test_api_60_errors_tell_nothing_about_the_inside(monkeypatch):
         error = error_of(response, 500)
         assert error["type"] == "server_error"
         assert "secret" not in response.text
+
+
+ODD = (
+    "null", "true", "-1", "0", "1.0", "1e999", "NaN", "2147483648", "9223372036854775808",
+    "1" + "0" * 30, "9" * 5000, '"3"', '""', "[]", "[[]]", "{}", '{"a": null}', '"\\ud800"',
+    '"\\u0000\\u007f"', "[1, \"a\"]", '["", null]', '{"type": []}', "[" * 40 + "]" * 40,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("model", [ChatRequest, CompletionRequest])
+async def test_abu_03_no_value_of_any_field_is_a_fault(model):
+    """Every field with every odd value: served or refused by name, never a 500, engine unharmed."""
+    path = CHAT if model is ChatRequest else COMPLETIONS
+    needed = {"messages": json.dumps(HI), "prompt": '"hi"', "max_tokens": "1"}
+    if model is ChatRequest:
+        del needed["prompt"]
+    else:
+        del needed["messages"]
+    async with serving(lambda submit: [120, EOS]) as bed:
+        for field in (*model.model_fields, "unknown"):
+            for value in ODD:
+                entries = ", ".join(f'"{k}": {v}' for k, v in (needed | {field: value}).items())
+                response = await bed.client.post(
+                    path,
+                    content=f"{{{entries}}}".encode(),
+                    headers={"content-type": "application/json"},
+                )
+                assert response.status_code in (200, 400, 404), (field, value, response.text)
+                if response.status_code == 400:
+                    error = error_of(response, 400)
+                    assert len(error["message"] or "") < 1500
+        assert bed.engine.num_running == 0
+
+
+async def test_abu_12_control_characters_are_text_like_any_other():
+    async with serving(lambda submit: [120, EOS]) as bed:
+        for text in ("\0", "\x7f", "\ufeff", "\u202e", "\r\n"):
+            answer = await post(bed, CHAT, messages=[{"role": "user", "content": text}])
+            assert answer.status_code == 200
+            back = await post(bed, "/detokenize", tokens=bed.ids(text))
+            assert back.json() == {"prompt": text}
+
+
+async def test_abu_09_long_texts_are_encoded_beside_the_event_loop(monkeypatch):
+    threads: list[bool] = []
+    main = threading.get_ident()
+    wide = msgspec.structs.replace(INFO, max_model_len=10**6, num_cache_tokens=10**6)
+    async with serving(info=wide) as bed:
+        encode = type(bed.tokenizer).encode_text
+
+        def watched(self, text, add_bos=True):
+            threads.append(threading.get_ident() == main)
+            return encode(self, text, add_bos)
+
+        monkeypatch.setattr(type(bed.tokenizer), "encode_text", watched)
+        for text in ("short", "a" * 100_000):
+            assert (await post(bed, COMPLETIONS, prompt=text, max_tokens=1)).status_code == 200
+        assert threads == [True, False]
+    async with serving() as bed:
+        # In a small context the text is refused before anybody encodes it.
+        error_of(await post(bed, COMPLETIONS, prompt="a" * 10**6), 400)
+    assert len(threads) == 2

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import re
+import socket
 import time
 from collections.abc import AsyncIterator
 
@@ -197,3 +199,41 @@ async def test_the_first_bytes_of_a_stream_come_before_the_first_token():
             assert '"role":"assistant"' in await asyncio.wait_for(anext(lines), 1)
             bed.engine.held = False
             assert [line async for line in lines][-2] == "data: [DONE]"
+
+
+async def test_abu_23_a_reader_that_pauses_keeps_its_text_and_delays_nobody():
+    letters = [100 + i % 26 for i in range(200)]
+    async with serving(lambda submit: letters) as bed, listening(bed) as port:
+        body = {"prompt": "hi", "stream": True, "max_tokens": 200, "return_token_ids": True}
+        content = json.dumps(body).encode()
+        request = head(
+            b"content-type: application/json",
+            b"content-length: %d" % len(content),
+            b"connection: close",
+            method=b"POST /v1/completions",
+        )
+        paused = []
+        for _ in range(20):
+            sock = socket.socket()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
+            reader, writer = await asyncio.open_connection(sock=sock, limit=1024)
+            writer.write(request + b"\r\n" + content)
+            paused.append((reader, writer))
+        while bed.engine.num_running or len(bed.engine.submits) < 20:
+            await asyncio.sleep(0.01)
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            assert (
+                await client.post("/v1/chat/completions", json=HI | {"max_tokens": 5})
+            ).is_success
+        for reader, writer in paused:
+            text = (await asyncio.wait_for(reader.read(), 10)).decode()
+            ids = [
+                int(i)
+                for found in re.findall(r'"token_ids":\[([^]]+)\]', text)
+                for i in found.split(",")
+            ]
+            assert ids[-200:] == letters
+            assert "data: [DONE]" in text
+            writer.close()
