@@ -62,6 +62,9 @@ class DeepseekModel:
         """Lay the weights out for the processor; afterwards they cannot be read by name."""
         for linear in self._linears:
             linear.pack()
+        for layer in self.layers:
+            if isinstance(layer.feed_forward, Moe):
+                layer.feed_forward.pack()
 
     def forward(
         self, token_ids_T: Tensor, plan: Plan, backend: AttentionBackend, storage: CacheStorage

@@ -66,7 +66,12 @@ class Linear:
         EPYC, fp32), and the bits of a row do not depend on how many rows there are.
         """
         weight = self.weight_ED
-        fits = weight.device.type == "cpu" and weight.dtype == torch.float32
-        if fits and torch.backends.mkldnn.is_available():
+        if packs(weight):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight)
             self.weight_ED = weight.new_empty(0, weight.shape[1])
+
+
+def packs(weight: Tensor) -> bool:
+    """Whether `Linear.pack` has a layout for such a weight."""
+    plain = weight.device.type == "cpu" and weight.dtype == torch.float32
+    return plain and torch.backends.mkldnn.is_available()

@@ -11,8 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import MoeConfig
-from .linear import Allocator
+from .linear import Allocator, Linear, packs
 from .mlp import silu_product
+
+# Computing all experts pays while there are at most this many for each that is chosen.
+WIDE_UP_TO = 4
 
 
 class Gate:
@@ -64,16 +67,12 @@ class Moe:
         self.gate_up_XED = allocate.experts(experts, 2 * moe.intermediate_size, hidden)
         self.down_XDE = allocate.experts(experts, hidden, moe.intermediate_size)
         self._experts_X = torch.arange(experts, device=allocate.device)
-        # Made once: taking a slice costs as much as multiplying with it when there is one row.
-        self._expert_weights = [
-            (gate_up_ED.t(), down_DE.t())
-            for gate_up_ED, down_DE in zip(self.gate_up_XED, self.down_XDE, strict=True)
-        ]
+        self._wide: tuple[Linear, Linear] | None = None
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         weights_TK, ids_TK = self.gate(x_TD)
-        if len(x_TD) == 1 and x_TD.device.type == "cpu":
-            return self._one_row(x_TD, ids_TK[0].tolist(), weights_TK[0].tolist())
+        if self._wide is not None:
+            return self._all_experts(x_TD, weights_TK, ids_TK, *self._wide)
         shared_S = self._experts_X[self.moe.num_experts :]
         ids_TK = torch.cat((ids_TK, shared_S.expand(len(x_TD), -1)), dim=1)
         weights_TK = F.pad(weights_TK, (0, self.moe.num_shared), value=1.0)
@@ -91,14 +90,32 @@ class Moe:
         pairs_PD = torch.empty_like(out_PD).index_copy_(0, order_P, out_PD)
         return pairs_PD.view(-1, chosen, x_TD.shape[1])
 
-    def _one_row(self, x_1D: Tensor, ids: list[int], weights: list[float]) -> Tensor:
-        """A single token visits its experts one by one; on a CPU the ids are at hand for free."""
-        shared = range(self.moe.num_experts, len(self._expert_weights))
-        out_1D = torch.zeros_like(x_1D)
-        for expert, weight in (*zip(ids, weights, strict=True), *((s, 1.0) for s in shared)):
-            gate_up_DE, down_ED = self._expert_weights[expert]
-            out_1D.addmm_(silu_product(torch.mm(x_1D, gate_up_DE)), down_ED, alpha=weight)
-        return out_1D
+    def _all_experts(
+        self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, gate_up: Linear, down: Linear
+    ) -> Tensor:
+        """All experts as one wide block; those a token did not choose count 0."""
+        weights_TX = weights_TK.new_ones(len(x_TD), len(self._experts_X))
+        weights_TX[:, : self.moe.num_experts] = 0.0
+        weights_TX.scatter_(1, ids_TK, weights_TK)
+        middle_TXI = silu_product(gate_up(x_TD).unflatten(1, (len(self._experts_X), -1)))
+        return down(middle_TXI.mul_(weights_TX.unsqueeze(-1)).flatten(1))
+
+    def pack(self) -> None:
+        """Few experts on a CPU become one wide packed block, computed whole for every token.
+
+        That is more arithmetic and less time: one packed product runs two to three times faster
+        than the experts' small ones, and the bits of a row do not depend on the other rows.
+        """
+        experts, hidden, _ = self.down_XDE.shape
+        chosen = self.moe.num_chosen + self.moe.num_shared
+        if experts > WIDE_UP_TO * chosen or not packs(self.down_XDE):
+            return
+        gate_up = Linear(self.gate_up_XED.flatten(0, 1))
+        down = Linear(self.down_XDE.transpose(0, 1).flatten(1))
+        self.gate_up_XED = self.down_XDE = self.down_XDE.new_empty(0)
+        for linear in (gate_up, down):
+            linear.pack()
+        self._wide = gate_up, down
 
     @staticmethod
     def _combine(out_TKD: Tensor, weights_TK: Tensor) -> Tensor:
