@@ -37,11 +37,11 @@ def top_k(scores_TL: Tensor, visible_T: Tensor, k: int) -> tuple[Tensor, Tensor]
 
 
 def top_k_of_many(scores_TL: Tensor, visible_T: Tensor, k: int) -> Tensor:
-    """`top_k` of rows that see more than k positions, int64 [T, k]; several times as fast.
+    """`top_k` for L > k, int64 [T, k]; twice as fast where nearly all rows see more than k.
 
     scores_TL: fp32, -inf behind the visible part. The k-th best score is a threshold; where exactly
-    k scores reach it the set is settled. Otherwise (a tie at the threshold, NaN, -inf) all rows
-    take the long way.
+    k scores reach it the set is settled. Otherwise (a tie at the threshold, NaN, -inf, a row that
+    sees fewer than k) all rows take the long way.
     """
     rows = len(scores_TL)
     threshold_T1 = scores_TL.topk(k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)

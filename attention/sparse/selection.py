@@ -13,7 +13,7 @@ from torch import Tensor
 from ...kv_cache.storage import CacheStorage
 from ..base import IndexQuery
 from ..kernels.reference import index_scores
-from ..kernels.topk import top_k, top_k_of_many
+from ..kernels.topk import top_k_of_many
 from ..metadata import Part
 from ..slots import RequestSlots
 from ..tiles import Tile, Workspace, decode_tiles, extend_tiles
@@ -86,10 +86,7 @@ class Selection:
             scores_TL = scores_GwL.flatten(0, 1)
             if tile.hidden_TX is not None:
                 scores_TL[:, tile.first_hidden :].masked_fill_(tile.hidden_TX, float("-inf"))
-            if tile.first_hidden > topk:
-                self.positions_TK[tile.tokens] = top_k_of_many(scores_TL, tile.visible_T, topk)
-            else:
-                self.positions_TK[tile.tokens] = top_k(scores_TL, tile.visible_T, topk)[0]
+            self.positions_TK[tile.tokens] = top_k_of_many(scores_TL, tile.visible_T, topk)
         self.scored_in = layer
 
     def _cut(self, workspace: Workspace) -> list[Tile]:

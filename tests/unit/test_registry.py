@@ -1,5 +1,7 @@
 """Which backend is taken, why, and what is refused before anything is allocated."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -26,7 +28,7 @@ def with_kernels(monkeypatch):
     monkeypatch.setattr(registry, "BACKENDS", KERNELS)
 
 
-def on(requested: str = "auto", **kwargs) -> Choice:
+def on(requested: str = "auto", **kwargs: Any) -> Choice:
     wish = {"device_type": "cpu", "dtype": torch.float32, "page_size": 16, "has_indexer": True}
     return choose(requested, **(wish | kwargs))
 
@@ -48,10 +50,10 @@ def test_reason_says_what_was_chosen_and_why():
 
 
 def test_the_best_that_fits_is_taken(with_kernels):
-    fits = {"device_type": "cuda", "dtype": torch.bfloat16, "page_size": 64}
-    assert on(**fits).name == on("dsa", **fits).name == "kernels"
-    assert on(**fits | {"page_size": 16}).name == "torch"
-    assert on(**fits | {"dtype": torch.float32}).name == "torch"
+    fits: dict[str, Any] = {"device_type": "cuda", "dtype": torch.bfloat16, "page_size": 64}
+    assert on("auto", **fits).name == on("dsa", **fits).name == "kernels"
+    assert on("auto", **fits | {"page_size": 16}).name == "torch"
+    assert on("auto", **fits | {"dtype": torch.float32}).name == "torch"
     assert on().name == "torch"
 
 

@@ -35,8 +35,8 @@ def test_equals_the_definition(values, k, data):
 @given(st.integers(1, 4), st.integers(1, 12), st.integers(0, 9), st.data())
 def test_fast_form_equals_the_definition(rows, k, extra, data):
     """Rows of different lengths, ties and NaN in some of them only."""
-    visible = [data.draw(st.integers(k + 1, k + 1 + extra)) for _ in range(rows)]
-    length = max(visible)
+    visible = [data.draw(st.integers(0, k + 1 + extra)) for _ in range(rows)]
+    length = max(k + 1, *visible, 0)
     values = [data.draw(st.lists(SCORES, min_size=length, max_size=length)) for _ in range(rows)]
     scores = torch.tensor(values)
     visible_T = torch.tensor(visible)
