@@ -5,6 +5,7 @@ All of that is decided from headers, before memory for a single weight is taken.
 """
 
 import logging
+import threading
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -68,6 +69,8 @@ def load_model(
     for name, info in headers.items():
         names_of_file[info.file].append(name)
     total = sum((directory / file).stat().st_size for file in names_of_file)
+    # Its default lock is a system-wide semaphore, which a killed engine would leave behind.
+    tqdm.set_lock(threading.RLock())
     with ExitStack() as stack:
         opened = {
             file: stack.enter_context(safe_open(directory / file, framework="pt"))

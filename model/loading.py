@@ -18,7 +18,7 @@ from ..kv_cache.storage import CacheStorage
 from .checkpoint import read_config
 from .config import ModelConfig
 from .deepseek import DeepseekModel
-from .loader import check_checkpoint, load_model
+from .loader import load_model
 from .names import name_table
 from .runner import ModelRunner
 
@@ -61,7 +61,6 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     model_config = read_config(directory)
     run = resolve_run(config, detect(torch.cuda.is_available()), model_config.dtype or "bfloat16")
     choice = _choose_backend(run.config, model_config)
-    check_checkpoint(directory, model_config)
     torch.set_num_threads(_chosen(run.config.num_threads))
     device = torch.device(run.config.device)
     model = load_model(directory, model_config, DTYPES[run.config.dtype], device)

@@ -25,8 +25,8 @@ def test_pyproject_names_every_package():
         for path in sources()
         if path.name == "__init__.py"
     }
-    assert set(declared["packages"]) == found
-    assert set(declared["package-dir"]) == {f"minidsa.{package}" for package in PACKAGES}
+    assert set(declared["packages"]) == found | {"minidsa.checkpoints"}
+    assert set(declared["package-dir"]) == {f"minidsa.{p}" for p in (*PACKAGES, "checkpoints")}
 
 
 @pytest.mark.slow
@@ -39,6 +39,8 @@ def test_wheel_holds_every_module(tmp_path):
     (wheel,) = tmp_path.glob("minidsa-*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {f"minidsa/{path.relative_to(ROOT)}" for path in sources()} <= names
+    checkpoint = ROOT / "checkpoints" / "tiny-dsa"
+    assert {f"minidsa/{path.relative_to(ROOT)}" for path in checkpoint.iterdir()} <= names
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
