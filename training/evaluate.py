@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from .chat_format import EOS, pieces, prompt
+from .chat_format import EOS, USER, Chat, Turn, pieces, prompt
 from .corpus import Encoded, Mix, Source, encode, held_out_batch
 from .network import Attend, TinyDsa
 from .recall import recall
@@ -103,6 +103,43 @@ def needle(bench: Bench, tokens: int, style: str, attend: Attend) -> Figures:
                 asked += 1
         length += len(ids)
     return {"recall": right / asked, "asked": asked, "mean_tokens": length / bench.needle_chats}
+
+
+def needle_distances(bench: Bench, tokens: int) -> list[int]:
+    """How many tokens lie between a fact and the question that asks for it, for every question."""
+    found = []
+    for ids, weights in needle_chats(bench, tokens, "prose"):
+        for start, end in answer_spans(torch.tensor(weights)):
+            said = bench.tokenizer.decode(ids[start:end])
+            before = bench.tokenizer.decode(ids[:start])
+            if said in before:
+                tail = before[before.index(said) + len(said) :]
+                # The first question may share its turn with the facts, after an empty line.
+                question = max(tail.rfind(USER), tail.rfind("\n\n"))
+                between = bench.tokenizer.encode(tail[:question], add_special_tokens=False)
+                found.append(len(between.ids))
+    return found
+
+
+@torch.no_grad()
+def exact_answers(bench: Bench, make: Callable[[Slots], list[Turn]], count: int) -> float:
+    """Share of held-out exchanges whose last answer is right to the last token."""
+    right = asked = number = 0
+    while asked < count:
+        slots = Slots(f"task/{bench.seed}/{make.__name__}/{number}")
+        number += 1
+        turns = make(slots)
+        # Closed lists of facts have no unseen values; there the answer is all that can be asked.
+        if not slots.held_out and len(slots.drawn) > 1:
+            continue
+        [(ids, weights)] = encode(bench.tokenizer, [pieces(Chat(turns))])
+        row = torch.tensor([ids], device=bench.device)
+        hidden = bench.model(row, attend="sparse").hidden
+        hits = bench.model.lm_head(hidden)[0, :-1].argmax(-1) == row[0, 1:]
+        start, end = answer_spans(torch.tensor(weights))[-1]
+        right += bool(hits[start - 1 : end - 1].all())
+        asked += 1
+    return right / asked
 
 
 @torch.no_grad()
