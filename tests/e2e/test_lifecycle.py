@@ -131,9 +131,8 @@ def test_ops_03_the_server_is_killed(start):
         time.sleep(0.05)
 
 
-def test_ops_01_alive_before_it_is_ready(start):
-    server = start(wait_ready=False)
-    server.wait_ready()
+def test_ops_01_a_start_tells_what_runs(start):
+    server = start("--api-key", "secret")
     assert httpx.get(f"{server.url}/live").status_code == 200
     assert httpx.get(f"{server.url}/health").status_code == 200
     text = "\n".join(server.lines)
@@ -142,32 +141,26 @@ def test_ops_01_alive_before_it_is_ready(start):
     assert "cache: " in text
     assert sum(line.startswith("ready: ") for line in server.lines) == 1
     assert "/v1/chat/completions" in server.lines[-1]
+    assert listening_sockets(server) == {f"0100007F:{int(server.url.rpartition(':')[2]):04X}"}
+    assert httpx.get(f"{server.url}/v1/models").status_code == 401
+    headers = {"authorization": "Bearer secret"}
+    assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200
 
 
-def test_abu_20_one_socket_listens_and_it_is_ours(start):
-    server = start()
-    listening = set()
+def listening_sockets(server: ServerProcess) -> set[str]:
+    """ABU-20: addresses in hexadecimal that either process listens on."""
     inodes = set()
     for pid in (server.process.pid, server.engine_pid):
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             target = os.readlink(entry)
             if target.startswith("socket:["):
                 inodes.add(target[8:-1])
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                listening.add(fields[1])
-    port = int(server.url.rpartition(":")[2])
-    assert listening == {f"0100007F:{port:04X}"}
-
-
-def test_the_key_guards_a_real_server(start):
-    server = start("--api-key", "secret")
-    assert httpx.get(f"{server.url}/v1/models").status_code == 401
-    headers = {"authorization": "Bearer secret"}
-    assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200
-    assert httpx.get(f"{server.url}/health").status_code == 200
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
+    return {row[1] for row in rows if row[3] == "0A" and row[9] in inodes}
 
 
 def test_ops_16_a_taken_port_is_one_line(checkpoint):

@@ -160,6 +160,27 @@ def test_api_34_stop_ids_and_strings(client):
     assert extra(choice)["token_ids"] == ids[: end + 1]
 
 
+def test_http_16_every_field_is_obeyed(client):
+    def run(**fields):
+        settings = {"max_tokens": 40, "temperature": 0} | fields
+        return client.chat.completions.create(model="random", messages=HI, **settings)
+
+    plain = run()
+    text = plain.choices[0].message.content or ""
+    assert plain.object == "chat.completion"
+    assert run(max_tokens=1).choices[0].finish_reason == "length"
+    stop = text[len(text) // 2 :][:2]
+    stopped = run(stop=stop).choices[0]
+    assert stopped.message.content == text[: text.index(stop)]
+    assert stopped.finish_reason == "stop"
+    assert len(run(n=2).choices) == 2
+    for penalties in (
+        {"presence_penalty": 2, "frequency_penalty": 2},
+        {"extra_body": {"repetition_penalty": 1.8}},
+    ):
+        assert run(**penalties).choices[0].message.content != text
+
+
 def test_api_47_a_prompt_beyond_the_context(client):
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="random", prompt=[300] * 600)

@@ -194,9 +194,9 @@ async def test_api_43_a_client_that_leaves_frees_its_place_at_once(stream, n):
 
 
 async def test_200_clients_leave_and_the_next_is_served():
-    async with serving(endless, pace=0.01) as bed:
+    async with serving(endless, pace=0.1) as bed:
         body = {"messages": HI, "stream": True}
-        await asyncio.gather(*(leave(bed, CHAT, body, 0.05) for _ in range(200)))
+        await asyncio.gather(*(leave(bed, CHAT, body, 0.3) for _ in range(200)))
         assert bed.engine.num_running == 0
         answer = await asyncio.wait_for(post(bed, CHAT, messages=HI, max_tokens=2), 5)
         assert answer.status_code == 200
