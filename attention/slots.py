@@ -8,6 +8,12 @@ from torch import Tensor
 
 from .metadata import Part
 
+# So many tokens on consecutive pages are worth an operation of their own; fewer are copied.
+LONG_RUN = 128
+# Matrix products with fewer columns sum in another order (fewer than 12, measured): no piece of a
+# longer request may be shorter, or the bits of a score would depend on where its pages lie.
+SHORTEST_PIECE = 16
+
 
 class RequestSlots:
     """The cache slot of every position of a part's requests; refreshed in place.
@@ -42,26 +48,68 @@ class RequestSlots:
             beyond_BL = torch.arange(reach, device=device) >= lengths_B1
             first_B1 = self.table_BL[:, :1].clone()
             torch.where(beyond_BL, first_B1, self.table_BL, out=self.table_BL)
-        self._starts = self._find_runs(part)
+        self._runs = self._find_runs(part)
 
-    def _find_runs(self, part: Part) -> list[int | None]:
-        """First slots of requests whose pages follow one another; None for the others.
+    def _find_runs(self, part: Part) -> list[list[int]]:
+        """For each request, where runs of consecutive pages begin (in pages).
 
-        Only where the table is on the host: elsewhere a look at it would wait for the device.
+        [] for scattered pages, and where the table is not on the host: a look at it would wait for
+        the device.
         """
-        if part.block_table_BP.device.type != "cpu":
-            return [None] * len(part)
-        starts: list[int | None] = []
-        for pages, length in zip(part.block_table_BP.tolist(), part.kv_lens, strict=True):
-            count = -(-length // self.page_size)
-            run = list(range(pages[0], pages[0] + count)) if pages else []
-            starts.append(run[0] * self.page_size if run and pages[:count] == run else None)
-        return starts
+        table_BP = part.block_table_BP
+        counts = [-(-length // self.page_size) for length in part.kv_lens]
+        if table_BP.device.type != "cpu":
+            return [[] for _ in counts]
+        last_B1 = torch.tensor(counts).unsqueeze(1) - 1
+        breaks_BP = table_BP.diff(dim=1) != 1
+        breaks_BP &= torch.arange(breaks_BP.shape[1]) < last_B1
+        # More breaks than that leave no run worth looking for, and would take long to list.
+        scattered_B1 = 2 * breaks_BP.sum(dim=1, keepdim=True) > last_B1
+        breaks_BP &= ~scattered_B1
+        runs = [[] if is_scattered else [0] for [is_scattered] in scattered_B1.tolist()]
+        for request, page in breaks_BP.nonzero().tolist():
+            runs[request].append(page + 1)
+        return runs
 
-    def is_run(self, request: int) -> bool:
-        return self._starts[request] is not None
+    def has_long_run(self, request: int, length: int) -> bool:
+        return any(is_run for _, _, is_run in self._spans(request, length))
 
-    def of_request(self, request: int, length: int) -> Tensor | slice:
-        """Slots of its first `length` positions: a slice where they are consecutive."""
-        start = self._starts[request]
-        return self.table_BL[request, :length] if start is None else slice(start, start + length)
+    def pieces(self, request: int, length: int) -> list[slice | Tensor]:
+        """The slots of its first `length` positions, in order: slices where runs of consecutive
+        pages are long (they are read in place), int64 slots between them."""
+        row_L = self.table_BL[request]
+        pieces: list[slice | Tensor] = []
+        for first, stop, is_run in self._spans(request, length):
+            slots = row_L[first:stop]
+            pieces.append(slice(int(slots[0]), int(slots[0]) + stop - first) if is_run else slots)
+        return pieces
+
+    def _spans(self, request: int, length: int) -> list[tuple[int, int, bool]]:
+        """Positions first..stop-1 of each piece, and whether it is a long run."""
+        size, starts = self.page_size, self._runs[request]
+        spans: list[tuple[int, int, bool]] = []
+        if not starts:
+            return [(0, length, False)]
+        for start, stop in zip(starts, [*starts[1:], length], strict=True):
+            first, stop = start * size, min(stop * size, length)
+            is_run = stop - first >= LONG_RUN
+            if spans and not is_run and not spans[-1][2]:
+                first = spans.pop()[0]
+            if stop > first:
+                spans.append((first, stop, is_run))
+        return _lengthen(spans)
+
+
+def _lengthen(spans: list[tuple[int, int, bool]]) -> list[tuple[int, int, bool]]:
+    """Short pieces take the missing positions from the run before them, or after the first."""
+    for i, (first, stop, is_run) in enumerate(spans):
+        missing = SHORTEST_PIECE - (stop - first)
+        if is_run or missing <= 0 or len(spans) == 1:
+            continue
+        if i:
+            spans[i - 1] = (spans[i - 1][0], first - missing, True)
+            spans[i] = (first - missing, stop, False)
+        else:
+            spans[1] = (stop + missing, spans[1][1], True)
+            spans[0] = (first, stop + missing, False)
+    return spans

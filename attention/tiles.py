@@ -43,7 +43,7 @@ class Tile:
     """w queries of each of G requests against the first L rows of the request.
 
     tokens: where the queries stand in the part, G * w of them; `whole`: they are all of it.
-    slots: what to read: [G, L], or a slice when G is 1 and the slots are consecutive.
+    slots: what to read: one [G, L], or the pieces of a single request in order.
     visible_T: keys that each of the G * w queries sees, int64.
     first_hidden: every query sees the keys before this one.
     hidden_TX: bool [G * w, L - first_hidden], True where a query does not see a key; None: nowhere.
@@ -51,7 +51,7 @@ class Tile:
 
     tokens: slice | Tensor
     whole: bool
-    slots: slice | Tensor
+    slots: Sequence[slice | Tensor]
     num_requests: int
     width: int
     length: int
@@ -67,10 +67,9 @@ class Tile:
             own = rows.index_select(0, self.tokens)
         return own.view(self.num_requests, self.width, *rows.shape[1:])
 
-    def read(self, rows_of: Callable[[slice | Tensor], Tensor]) -> Tensor:
-        """The rows [G, L, X] that `rows_of` finds in the tile's slots."""
-        rows = rows_of(self.slots)
-        return rows.unsqueeze(0) if isinstance(self.slots, slice) else rows
+    def read(self, rows_of: Callable[[slice | Tensor], Tensor]) -> list[Tensor]:
+        """The rows that `rows_of` finds in the tile's slots: pieces [G, L_i, X] of the L keys."""
+        return [_with_requests(rows_of(slots)) for slots in self.slots]
 
     def clear_(self, out: Tensor) -> Tensor:
         """`out` [G * w, ...] with zeros for queries that see nothing."""
@@ -120,8 +119,8 @@ def _groups(
     longest = 0
     for request in sorted(requests, key=lambda r: -part.kv_lens[r]):
         length = part.kv_lens[request]
-        if slots.is_run(request) and length > KEYS_WORTH_A_TILE:
-            # A view of the cache beats a copy into a shared tile.
+        if length > KEYS_WORTH_A_TILE and slots.has_long_run(request, length):
+            # Reading in place beats a copy into a shared tile.
             alone.append([request])
         elif (
             groups
@@ -162,11 +161,15 @@ def _tile(part: Part, slots: RequestSlots, group: Sequence[int], rows: range, le
     )
 
 
-def _slots(slots: RequestSlots, group: Sequence[int], length: int) -> slice | Tensor:
-    table_BL = slots.table_BL
+def _slots(slots: RequestSlots, group: Sequence[int], length: int) -> Sequence[slice | Tensor]:
     if len(group) == 1:
-        own = slots.of_request(group[0], length)
-        return own if isinstance(own, slice) else own.unsqueeze(0)
+        return slots.pieces(group[0], length)
+    table_BL = slots.table_BL
     if len(group) < len(table_BL):
         table_BL = table_BL[torch.tensor(group, device=table_BL.device)]
-    return table_BL[:, :length]
+    return [table_BL[:, :length]]
+
+
+def _with_requests(rows: Tensor) -> Tensor:
+    """Rows [L, X] of a single request as [1, L, X]; others as they are."""
+    return rows.unsqueeze(0) if rows.dim() == 2 else rows

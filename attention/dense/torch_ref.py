@@ -105,7 +105,8 @@ class TorchDenseBackend:
     def _attend(self, layer: MlaLayer, q_THX: Tensor, tile: Tile) -> Tensor:
         """Attended latents [G * w, H, C] of a tile's queries."""
         heads, _, latent_width = layer.w_uk_HNC.shape
-        rows_GLX = tile.read(lambda slots: self.storage.latent_rows(layer.index, slots))
+        pieces = tile.read(lambda slots: self.storage.latent_rows(layer.index, slots))
+        rows_GLX = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
         hidden = tile.hidden_TX
         if hidden is not None:
             shape = (tile.num_requests, tile.width, heads, hidden.shape[1])
@@ -125,21 +126,24 @@ class TorchDenseBackend:
         for request, length in enumerate(part.kv_lens):
             start, count = part.starts[request], part.query_lens[request]
             own_HTX = q_HTX[:, start : start + count]
-            out = self._prefill_one(layer, own_HTX, slots.of_request(request, length), length)
+            pieces = [
+                self.storage.latent_rows(layer.index, piece)
+                for piece in slots.pieces(request, length)
+            ]
+            rows_LX = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            out = self._prefill_one(layer, own_HTX, rows_LX)
             out_THV[start : start + count] = out.transpose(0, 1)
         return out_THV
 
-    def _prefill_one(
-        self, layer: MlaLayer, q_HTX: Tensor, slots: Tensor | slice, length: int
-    ) -> Tensor:
-        """Attention [H, T, V] of the last T of `length` tokens, piece by piece."""
+    def _prefill_one(self, layer: MlaLayer, q_HTX: Tensor, rows_LX: Tensor) -> Tensor:
+        """Attention [H, T, V] of the last T of the tokens in rows_LX, piece by piece."""
         heads, queries, width = q_HTX.shape
+        length = len(rows_LX)
         context = length - queries
         v_width = layer.w_uv_HVC.shape[1]
         half = self.workspace_bytes // 8
         keys = min(length, max(1, half // (heads * (width + v_width))))
         step = max(1, half // (heads * keys))
-        rows_LX = self.storage.latent_rows(layer.index, slots)
         out_HTV = q_HTX.new_zeros(heads, queries, v_width, dtype=torch.float32)
         lse_HT = out_HTV.new_full((heads, queries), float("-inf"))
         visible_T = torch.arange(context + 1, length + 1, device=q_HTX.device)

@@ -108,16 +108,18 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     return out_a * share_a + out_b * share_b, lse
 
 
-def index_scores(q_BQnD: Tensor, weights_BQn: Tensor, keys_BLD: Tensor) -> Tensor:
+def index_scores(q_BQnD: Tensor, weights_BQn: Tensor, *keys: Tensor) -> Tensor:
     """The indexer's scores, fp32 [B, Q, L]: sum_n w_n * relu(q_n . k).
 
     The ReLU is per head and comes before the weighted sum; weights may be negative. The Q queries
-    of a batch entry share its L keys. Workspace: B * Q * n * L fp32.
+    of a batch entry share its L keys, given as one or more pieces [B, L_i, D] in order.
+    Workspace: B * Q * n * L fp32, and as much again for several pieces.
     """
     batch, queries, heads, width = q_BQnD.shape
     q_BXD = q_BQnD.reshape(batch, queries * heads, width).float()
-    dots_BXL = torch.bmm(q_BXD, keys_BLD.float().transpose(1, 2)).relu_()
-    dots_XnL = dots_BXL.view(batch * queries, heads, -1)
+    pieces = [torch.bmm(q_BXD, keys_BLD.float().transpose(1, 2)) for keys_BLD in keys]
+    dots_BXL = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+    dots_XnL = dots_BXL.relu_().view(batch * queries, heads, -1)
     weights_X1n = weights_BQn.reshape(batch * queries, 1, heads).float()
     return torch.bmm(weights_X1n, dots_XnL).view(batch, queries, -1)
 

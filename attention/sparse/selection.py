@@ -33,7 +33,7 @@ class SelectionSize:
         """What scoring a tile takes: a copy of the keys, and for each query the dot products of
         all heads at first, the working copies of top-k after them."""
         _, heads, width = query.q_TnD.shape
-        return Workspace(self.workspace_bytes // 4, width, max(heads + 2, TOP_K_COPIES))
+        return Workspace(self.workspace_bytes // 4, width, max(2 * heads + 2, TOP_K_COPIES))
 
 
 @dataclass
@@ -81,8 +81,8 @@ class Selection:
             self.tiles = self._cut(self.size.workspace(query))
         topk = self.size.topk
         for tile in self.tiles:
-            keys_GLD = tile.read(lambda slots: storage.index_rows(layer, slots))
-            scores_GwL = index_scores(tile.take(query.q_TnD), tile.take(query.weights_Tn), keys_GLD)
+            keys = tile.read(lambda slots: storage.index_rows(layer, slots))
+            scores_GwL = index_scores(tile.take(query.q_TnD), tile.take(query.weights_Tn), *keys)
             scores_TL = scores_GwL.flatten(0, 1)
             if tile.hidden_TX is not None:
                 scores_TL[:, tile.first_hidden :].masked_fill_(tile.hidden_TX, float("-inf"))

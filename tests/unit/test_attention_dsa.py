@@ -95,18 +95,60 @@ def test_verify_of_any_width(width, workspace):
     assert_close(out, bed.expected(chunks, TOPK))
 
 
-@pytest.mark.parametrize("runs", [False, True])
-def test_many_decodes_of_very_different_lengths(runs):
+def paged(bed: Bed, name: str, length: int, pages: list[int]) -> Chunk:
+    bed.add(name, length, pages)
+    return Chunk(name, length - 1, length)
+
+
+# Pages of the first sequence: one run, runs with breaks, a break before a short end, all scattered.
+RUNS = {
+    "one run": [range(1, 101)],
+    "two runs": [range(150, 200), range(1, 51)],
+    "run, then single pages": [range(1, 81), range(150, 190, 2)],
+    "single pages, then a run": [range(1, 41, 2), range(100, 180)],
+    "run and one page": [range(1, 100), [150]],
+    "one page and a run": [[150], range(1, 100)],
+    "pages between runs": [range(1, 40), [150], range(50, 90), [160, 170], range(100, 118)],
+    "descending": [range(100, 0, -1)],
+    "scattered": [range(1, 200, 2)],
+}
+
+
+@pytest.mark.parametrize("pages", RUNS)
+@pytest.mark.parametrize("mode", ["auto", "dense"])
+@pytest.mark.parametrize("length", [300, 397, 400])
+def test_pages_in_runs_and_between_them(pages, mode, length):
+    """Runs are read in place and the rest is copied: the results are those of scattered pages."""
+    laid_out = [page for run in RUNS[pages] for page in run]
+    assert len(laid_out) == len(set(laid_out)) == 100
+    bed = Bed(num_pages=500)
+    chunks = [paged(bed, "a", length, laid_out), paged(bed, "b", 9, [201, 202, 203])]
+    scattered = Bed(num_pages=500)
+    others = [paged(scattered, "a", length, list(range(201, 401, 2)))]
+    others.append(paged(scattered, "b", 9, [101, 102, 103]))
+    backend = dsa(bed, mode=mode)
+    out = bed.step(backend, chunks)
+    assert_close(out, bed.expected(chunks, None if mode == "dense" else TOPK))
+    if mode == "auto":
+        assert torch.equal(out, scattered.step(dsa(scattered), others))
+    prompt = [Chunk("a", length - 50, length)]
+    assert_close(
+        bed.step(backend, prompt, 1), bed.expected(prompt, None if mode == "dense" else TOPK)
+    )
+
+
+def test_many_decodes_of_very_different_lengths():
     """Tiles of every kind: copied together, alone, and read in place."""
     lengths = (300, 5, 17, 700, 16, 310, 40, 690, 330, 1)
-    bed = Bed(num_pages=900)
-    page = 1
-    for i, length in enumerate(lengths):
-        count = -(-length // bed.page_size)
-        bed.add(f"r{i}", length, list(range(page, page + count)) if runs else None)
-        page += count
-    out = bed.step(dsa(bed), ends(*lengths))
-    assert_close(out, bed.expected(ends(*lengths), TOPK))
+    for runs in (False, True):
+        bed = Bed(num_pages=900)
+        page = 1
+        for i, length in enumerate(lengths):
+            count = -(-length // bed.page_size)
+            bed.add(f"r{i}", length, list(range(page, page + count)) if runs else None)
+            page += count
+        out = bed.step(dsa(bed), ends(*lengths))
+        assert_close(out, bed.expected(ends(*lengths), TOPK))
 
 
 def test_num_16_a_marked_token_is_selected_wherever_it_stands():
