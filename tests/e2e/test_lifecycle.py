@@ -76,7 +76,7 @@ def test_ops_07_sigterm_lets_streams_finish(start):
     for stream in streams:
         assert stream.events[-1]["choices"][0]["finish_reason"] == "length"
     assert server.wait() == 0
-    assert server.errors == []
+    assert not [line for line in server.errors if not line.startswith("INFO: ")]
 
 
 def test_ops_08_an_idle_server_leaves_at_once(start):
