@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: serve test test-deep check format dev clean
+.PHONY: serve test test-deep check format dev bench train train-smoke clean
 
 serve: $(VENV)/.installed
 	$(BIN)/minidsa serve $(ARGS)
@@ -24,6 +24,23 @@ check: dev
 format: dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# Tokens per second on the CPU beside transformers; the committed result is of an idle machine.
+bench: dev
+	$(BIN)/python benchmarks/cpu_serving.py checkpoints/tiny-dsa \
+		--output benchmarks/results/cpu_serving.json
+
+# Makes checkpoints/tiny-dsa anew on a GPU, in two runs of eight minutes: see training/README.md.
+train: dev
+	$(BIN)/python -m training --out build/tiny-dsa-first --seed 1 --minutes 8.2 --workers 14 --no-gates
+	$(BIN)/python -m training --resume build/tiny-dsa-first --out checkpoints/tiny-dsa \
+		--phases sparse:1 --lr 1.5e-3 --index-lr 4e-3 --seed 100001 --minutes 7.9 --workers 14
+	$(BIN)/python -m benchmarks.tiny_dsa --device cuda --rows 12
+
+# Every phase in half a minute on a CPU; the gates cannot be passed, and its exit status says so.
+train-smoke: dev
+	$(BIN)/python -m training --preset smoke --device cpu --out build/smoke --steps 6 \
+		--batch-tokens 1024; test $$? -eq 1
 
 # uv looks at the machine and takes torch's CPU or CUDA build; where it cannot, pip decides.
 $(VENV)/.installed: pyproject.toml constraints.txt
