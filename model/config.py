@@ -144,6 +144,9 @@ def _refuse_unsupported(keys: Keys) -> None:
     keys.choice("moe_layer_freq", (1,))
     keys.choice("scoring_func", ("sigmoid",))
     keys.choice("topk_method", ("noaux_tc",))
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if key in keys and keys.value(key):
+            raise keys.fail(key, keys.value(key), "capped logits are not supported")
     for key in ("indexer_types", "index_topk_pattern", "index_topk_freq"):
         if key in keys and keys.value(key) != 1:
             raise keys.fail(key, keys.value(key), "layers that share a selection are not supported")

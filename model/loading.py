@@ -11,6 +11,7 @@ import torch
 
 from ..attention.registry import Choice, choose
 from ..configs.engine import EngineConfig
+from ..configs.engine_info import EngineInfo
 from ..configs.machine import detect, free_bytes
 from ..configs.resolve import resolve_cache, resolve_run
 from ..kv_cache.cache import KvCache
@@ -26,33 +27,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 @dataclass(frozen=True)
-class LoadedInfo:
-    """What was loaded and chosen; the fields of `scheduler.messages.EngineInfo`."""
-
-    model_type: str
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: list[int]
-    num_parameters: int
-    weight_bytes: int
-    dtype: str
-    device: str
-    attention_backend: str
-    page_size: int
-    num_cache_tokens: int
-    cache_bytes_per_token: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    notes: list[str]
-
-
-@dataclass(frozen=True)
 class LoadedEngine:
     """A runner, the books of its cache, and what there is to say about both."""
 
     runner: ModelRunner
     kv_cache: KvCache
-    info: LoadedInfo
+    info: EngineInfo
 
 
 def load_engine(config: EngineConfig) -> LoadedEngine:
@@ -96,7 +76,7 @@ def _assemble(
     storage = CacheStorage(layout, num_pages + 1, page_size, model.dtype, model.device)
     backend = choice.build(storage, None if indexer is None else indexer.topk)
     kv_cache = KvCache(num_pages, page_size)
-    info = LoadedInfo(
+    info = EngineInfo(
         model_type=model.config.model_type,
         vocab_size=model.config.vocab_size,
         max_model_len=_chosen(config.max_model_len),

@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from ..configs.engine_info import EngineInfo
 from ..configs.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -75,29 +76,6 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     num_preemptions: int = 0
-
-
-class EngineInfo(msgspec.Struct, frozen=True):
-    """What was loaded, for the start-up lines and for request validation.
-
-    `notes` are the automatic choices, one sentence each with its reason.
-    """
-
-    model_type: str
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: list[int]
-    num_parameters: int
-    weight_bytes: int
-    dtype: str
-    device: str
-    attention_backend: str
-    page_size: int
-    num_cache_tokens: int
-    cache_bytes_per_token: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    notes: list[str]
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):

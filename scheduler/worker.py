@@ -18,9 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
-
-import msgspec
+from typing import Protocol
 
 from ..configs.engine import EngineConfig
 from ..configs.sampling import SamplingParams
@@ -36,12 +34,6 @@ WARM_UP_TOKENS = 16
 _log = logging.getLogger(__name__)
 
 
-class LoadedInfo(Protocol):
-    """A dataclass with the fields of `messages.EngineInfo`."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-
 class LoadedEngine(Protocol):
     """A checkpoint on its device, ready to compute."""
 
@@ -50,7 +42,7 @@ class LoadedEngine(Protocol):
     @property
     def kv_cache(self) -> KvCache: ...
     @property
-    def info(self) -> LoadedInfo: ...
+    def info(self) -> EngineInfo: ...
 
 
 Loader = Callable[[EngineConfig], LoadedEngine]
@@ -86,7 +78,7 @@ def _run(link: EngineLink, config: EngineConfig, load: Loader) -> None:
         loaded = load(config)
     except (ValueError, OSError) as error:
         raise StartRefused(str(error)) from error
-    info = msgspec.convert(dataclasses.asdict(loaded.info), EngineInfo)
+    info = loaded.info
     link.send(Loaded(info))
     warm_up(loaded.runner, _scheduler(config, info, loaded.kv_cache))
     scheduler = _scheduler(config, info, loaded.kv_cache)

@@ -7,8 +7,8 @@ import secrets
 import time
 from dataclasses import dataclass, field
 
+from ..configs.engine_info import EngineInfo
 from ..configs.server import ServerConfig
-from ..scheduler.messages import EngineInfo
 from .chat_formats import ChatFormat
 from .engine_client import EngineClient
 from .errors import context_length_exceeded, invalid_value, model_not_found

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import uvicorn
 
+from ..configs.engine_info import EngineInfo
 from ..configs.server import ServerConfig
-from ..scheduler.messages import EngineInfo
 from ..scheduler.process import EngineProcess
 from .activity import report_activity
 from .app import create_app

@@ -9,9 +9,10 @@ Faults are one plan object that a test hands over when it builds an engine.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from minidsa.configs.engine import EngineConfig, SchedulerConfig
+from minidsa.configs.engine_info import EngineInfo
 from minidsa.configs.sampling import SamplingParams
 from minidsa.kv_cache.cache import KvCache
 from minidsa.kv_cache.pool import PagePool
@@ -158,31 +159,10 @@ def submit(
 
 
 @dataclass(frozen=True)
-class FakeInfo:
-    """The fields of messages.EngineInfo, as the loader of a checkpoint fills them."""
-
-    max_model_len: int
-    page_size: int
-    num_cache_tokens: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    model_type: str = "fake"
-    vocab_size: int = VOCAB
-    eos_token_ids: list[int] = field(default_factory=lambda: [0])
-    num_parameters: int = 0
-    weight_bytes: int = 0
-    dtype: str = "float32"
-    device: str = "cpu"
-    attention_backend: str = "none"
-    cache_bytes_per_token: int = 4
-    notes: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
 class FakeLoaded:
     runner: FakeRunner
     kv_cache: KvCache
-    info: FakeInfo
+    info: EngineInfo
 
 
 @dataclass(frozen=True)
@@ -200,7 +180,17 @@ class FakeTarget:
             raise ValueError(self.refuse)
         page_size, num_pages = config.cache.page_size or 4, config.cache.num_pages or 64
         runner = FakeRunner(num_pages, page_size, self.plan)
-        info = FakeInfo(
+        info = EngineInfo(
+            model_type="fake",
+            vocab_size=VOCAB,
+            eos_token_ids=[0],
+            num_parameters=0,
+            weight_bytes=0,
+            dtype="float32",
+            device="cpu",
+            attention_backend="none",
+            cache_bytes_per_token=4,
+            notes=[],
             max_model_len=config.max_model_len or 128,
             page_size=page_size,
             num_cache_tokens=num_pages * page_size,

@@ -211,6 +211,8 @@ WRONG = {
     "moe_layer_freq": [2, True],
     "index_topk_freq": [4],
     "indexer_types": [["full", "shared"]],
+    "attn_logit_softcapping": [30.0],
+    "final_logit_softcapping": [50.0],
     "num_nextn_predict_layers": [-1, 10**9],
     "torch_dtype": ["int8"],
     "rope_interleave": ["yes"],

@@ -1,0 +1,29 @@
+"""What was loaded and how: the facts that start-up lines and request validation need.
+
+The model's side fills it, the API process reads it, and neither imports the other.
+"""
+
+import msgspec
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """One loaded checkpoint with the settings in force.
+
+    `notes` are the automatic choices, one sentence each with its reason.
+    """
+
+    model_type: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: list[int]
+    num_parameters: int
+    weight_bytes: int
+    dtype: str
+    device: str
+    attention_backend: str
+    page_size: int
+    num_cache_tokens: int
+    cache_bytes_per_token: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    notes: list[str]
