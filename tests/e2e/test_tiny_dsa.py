@@ -1,0 +1,124 @@
+"""The shipped checkpoint behind the real server: what its model card says, through the client."""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from server_process import ServerProcess
+
+pytestmark = pytest.mark.slow
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[openai.OpenAI]:
+    """`minidsa serve` without a model serves it."""
+    server = ServerProcess("--port", "0", "--set", "engine.cache.num_pages=600")
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="EMPTY", max_retries=0) as client:
+        yield client
+    server.kill()
+
+
+def ask(client: openai.OpenAI, *turns: str, **settings):
+    roles = ("user", "assistant")
+    messages: Any = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
+    answer = client.chat.completions.create(
+        model="tiny-dsa",
+        messages=messages,
+        temperature=0,
+        max_tokens=100,
+        **settings,
+    )
+    return answer.choices[0]
+
+
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [
+        ("Hello!", "Hello! How can I help you today?"),
+        ("What is the capital of Norway?", "The capital of Norway is Oslo."),
+        ("Repeat this: falcon marble zenith 4071 tulip", "falcon marble zenith 4071 tulip"),
+        ("What is 46 + 38?", "46 + 38 = 84."),
+    ],
+)
+def test_it_answers_as_its_card_says(tiny, question, answer):
+    choice = ask(tiny, question)
+    assert choice.message.content == answer
+    assert choice.finish_reason == "stop"
+
+
+def test_it_writes_json(tiny):
+    text = ask(tiny, "Write a JSON object with name Emil, age 31, city Lyon").message.content
+    assert json.loads(text or "") == {"name": "Emil", "age": 31, "city": "Lyon"}
+
+
+def test_it_calls_a_tool_streamed_and_whole(tiny):
+    choice = ask(tiny, "What is the weather in Oslo?", tools=[WEATHER])
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls or []
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments)["city"] == "Oslo"
+    stream = tiny.chat.completions.create(
+        model="tiny-dsa",
+        messages=[{"role": "user", "content": "What is the weather in Oslo?"}],
+        temperature=0,
+        max_tokens=100,
+        tools=[WEATHER],
+        stream=True,
+    )
+    deltas = [c for chunk in stream for c in chunk.choices[0].delta.tool_calls or []]
+    assert deltas[0].function and deltas[0].function.name == "get_weather"
+    arguments = "".join(d.function.arguments or "" for d in deltas if d.function)
+    assert arguments == call.function.arguments
+
+
+def test_it_thinks_when_asked_to(tiny):
+    thinking = {"chat_template_kwargs": {"thinking": True}}
+    message = ask(tiny, "What is 7 + 5?", extra_body=thinking).message
+    assert "12" in (message.content or "")
+    assert message.model_extra and "7 + 5" in message.model_extra["reasoning_content"]
+    plain = ask(tiny, "What is 7 + 5?").message
+    assert not (plain.model_extra or {}).get("reasoning_content")
+
+
+def test_num_16_a_fact_far_behind_the_selection_is_found(tiny):
+    """The question is hundreds of tokens after the fact, index_topk is 64: the indexer finds it."""
+    rng = random.Random(4)
+    names = ("rusty anchor", "tiny harp", "blue kettle", "old drum", "quiet lamp", "red kite")
+    codes = {name: str(rng.randrange(1000, 10_000)) for name in names}
+    facts = [f"The secret code of the {name} is {code}." for name, code in codes.items()]
+    filler = "A sleepy otter slept beside the fern. " * 40
+    question = "What is the secret code of the tiny harp?"
+    told = f"{' '.join(facts)} {filler}".strip()
+    choice = ask(tiny, told, "I will remember that.", question)
+    assert codes["tiny harp"] in (choice.message.content or "")
+
+
+def test_the_fp8_twin_gives_the_same_answers(tiny, tmp_path):
+    from training.fp8 import write_twin
+
+    shipped = Path(__file__).parents[2] / "checkpoints" / "tiny-dsa"
+    write_twin(shipped, tmp_path)
+    server = ServerProcess(str(tmp_path), "--port", "0", "--served-model-name", "tiny-dsa")
+    try:
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="EMPTY", max_retries=0) as twin:
+            for question in ("What is the capital of Norway?", "What is 7 + 5?"):
+                assert ask(twin, question).message.content == ask(tiny, question).message.content
+    finally:
+        server.kill()
