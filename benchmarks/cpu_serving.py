@@ -4,7 +4,7 @@ Both run the same checkpoint in fp32 with the same number of threads, in turns w
 the ratios hold even where the machine is noisy. The ids are compared too: a fast wrong answer is
 no answer. Run it as
 
-    python benchmarks/cpu_serving.py CHECKPOINT --output benchmarks/results/cpu_serving.json
+    python benchmarks/cpu_serving.py CHECKPOINT --threads 1 --output FILE.json
 """
 
 import argparse
