@@ -1,5 +1,6 @@
 """The pages of one request, in the order of its tokens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -15,7 +16,7 @@ class BlockTable:
         """Tokens that fit in the pages held now."""
         return len(self.pages) * self.page_size
 
-    def slots(self, start: int, stop: int) -> list[int]:
-        """Cache slots of tokens start..stop-1; the table must reach that far."""
-        size, pages = self.page_size, self.pages
-        return [pages[i // size] * size + i % size for i in range(start, stop)]
+
+def token_slots(pages: Sequence[int], page_size: int, start: int, stop: int) -> list[int]:
+    """Cache slots of tokens start..stop-1 of a request; its pages must reach that far."""
+    return [pages[i // page_size] * page_size + i % page_size for i in range(start, stop)]

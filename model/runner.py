@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..attention.base import AttentionBackend
 from ..attention.metadata import AttentionBatch
+from ..kv_cache.block_table import token_slots
 from ..kv_cache.storage import CacheStorage
 from .deepseek import DeepseekModel
 from .logprobs import ROWS_AT_ONCE, score_tokens
@@ -53,7 +54,7 @@ class ModelRunner:
         for s in sequences:
             span = range(s.context_len, s.context_len + len(s.token_ids))
             positions.extend(span)
-            slots.extend(s.pages[i // size] * size + i % size for i in span)
+            slots += token_slots(s.pages, size, span.start, span.stop)
         width = max(-(-(s.context_len + len(s.token_ids)) // size) for s in sequences)
         tables = [[*s.pages[:width], *[0] * (width - len(s.pages))] for s in sequences]
         return AttentionBatch(

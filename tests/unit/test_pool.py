@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from minidsa.kv_cache.block_table import BlockTable
+from minidsa.kv_cache.block_table import BlockTable, token_slots
 from minidsa.kv_cache.cache import KvCache
 from minidsa.kv_cache.pool import PagePool
 
@@ -117,7 +117,7 @@ def test_growth_leaves_the_spare_pages_free():
 
 
 def test_slots_follow_the_pages():
-    assert BlockTable(4, [7, 2]).slots(2, 6) == [30, 31, 8, 9]
+    assert token_slots([7, 2], 4, 2, 6) == [30, 31, 8, 9]
 
 
 @pytest.mark.parametrize("seed", range(5))
