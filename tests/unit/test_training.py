@@ -236,3 +236,18 @@ def test_a_folder_without_weights_is_one_line_that_says_what_to_do(tmp_path):
     assert done.returncode == 2
     assert "model.safetensors.index.json is missing" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_running_out_of_gpu_memory_is_one_line_that_says_what_to_do(tmp_path, monkeypatch, capsys):
+    from training import __main__ as command
+
+    def too_large(_args):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(command, "train", too_large)
+    # Settings of the process that the other tests share.
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _precision: None)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    status = command.main(["--out", str(tmp_path), "--batch-tokens", "65536"])
+    assert status == 2
+    assert capsys.readouterr().err == "error: out of GPU memory; try --batch-tokens 32768\n"
