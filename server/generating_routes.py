@@ -43,8 +43,9 @@ def generating_routes(service: Service) -> APIRouter:
             raise invalid_value("request_id", "give either request_id or all, and not both")
         found = [
             generation
-            for answer_id, generation in service.generations.items()
-            if body.all or body.request_id in (answer_id, answer_id.partition("-")[2])
+            for generation in service.generations.values()
+            if body.all
+            or body.request_id in (generation.plan.id, generation.plan.id.partition("-")[2])
         ]
         if not found and not body.all:
             raise ApiError(404, "No request with this id is in flight", code="request_not_found")

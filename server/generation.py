@@ -4,6 +4,7 @@ Whatever way a request ends (its text, a stop, an abort, a client that left, a d
 engine hears of every sequence that it still works on, once.
 """
 
+import secrets
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -68,7 +69,9 @@ class Generation:
         self._client = client
         self._metrics = metrics
         self._call: EngineCall | None = None
-        self._indices = {f"{plan.id}-{i}": i for i in range(len(plan.choices))}
+        # Of our own making: while a long prompt is encoded, another request may take the same id.
+        self.key = f"{plan.id}-{secrets.token_hex(8)}"
+        self._indices = {f"{self.key}-{i}": i for i in range(len(plan.choices))}
         self._times = RequestTimes(time.monotonic())
         self._unfinished = len(plan.choices)
         self._has_failed = False

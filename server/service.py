@@ -79,17 +79,18 @@ class Service:
     def answer_id(self, prefix: str, request_id: str) -> str:
         """An id for an answer, unique among those in flight."""
         name = f"{prefix}-{request_id}"
-        return f"{name}-{secrets.token_hex(4)}" if name in self.generations else name
+        taken = any(generation.plan.id == name for generation in self.generations.values())
+        return f"{name}-{secrets.token_hex(4)}" if taken else name
 
     def launch(self, plan: Plan) -> Generation:
         """Start a plan; raises ApiError 503 where there is no room. `land` it in the end."""
         self.client.check(len(plan.choices), self.capacity)
         generation = Generation(plan, self.client, self.metrics)
         generation.start()
-        self.generations[plan.id] = generation
+        self.generations[generation.key] = generation
         return generation
 
     def land(self, generation: Generation) -> None:
         """Release what is left of a generation and forget it; safe to call again."""
         generation.close()
-        self.generations.pop(generation.plan.id, None)
+        self.generations.pop(generation.key, None)
