@@ -20,7 +20,7 @@ from .detokenizer import Detokenizer
 from .errors import invalid_value, unsupported
 from .generation import Choice, Plan
 from .sampling import OutputShape, asked_tokens, check_sampling, child_seed, resolve
-from .sequence import ChoiceText
+from .sequence import ChoiceText, EndRules
 from .service import Service
 
 
@@ -108,11 +108,12 @@ async def plan_chat(
     )
     seed = service.seeds.draw() if request.seed is None else request.seed
     params = resolve(request, shape, service.defaults, seed, info.eos_token_ids, info.vocab_size)
+    rules = replace(end_rules(request), max_calls=None if request.parallel_tool_calls else 1)
     choices = [
         Choice(
             prompt.ids,
             structs.replace(params, seed=child_seed(seed, child)),
-            _choice_text(service, request, prompt),
+            _choice_text(service, request, prompt, rules),
         )
         for child in range(request.n)
     ]
@@ -126,7 +127,9 @@ async def plan_chat(
     )
 
 
-def _choice_text(service: Service, request: ChatRequest, prompt: ChatPrompt) -> ChoiceText:
+def _choice_text(
+    service: Service, request: ChatRequest, prompt: ChatPrompt, rules: EndRules
+) -> ChoiceText:
     chat_format = service.chat_format
     if chat_format is None:
         raise unsupported("messages")
@@ -140,7 +143,7 @@ def _choice_text(service: Service, request: ChatRequest, prompt: ChatPrompt) -> 
     return ChoiceText(
         detokenizer,
         chat_format.parser(prompt.start, prompt.tools, separate),
-        replace(end_rules(request), max_calls=None if request.parallel_tool_calls else 1),
+        rules,
         thinking=separate and prompt.start == "reasoning",
     )
 

@@ -44,9 +44,10 @@ async def plan_completion(service: Service, request: CompletionRequest, answer_i
     if sum(len(prompt.ids) for prompt in prompts) > budget:
         raise invalid_value("prompt", f"the prompts hold more than {budget} tokens together")
     seed = service.seeds.draw() if request.seed is None else request.seed
+    rules = end_rules(request)
     choices = []
     for prompt in prompts:
-        choices += _choices(service, request, prompt, asked, seed)
+        choices += _choices(service, request, prompt, rules, seed)
     options = request.stream_options
     return Plan(
         id=answer_id,
@@ -59,8 +60,9 @@ async def plan_completion(service: Service, request: CompletionRequest, answer_i
 
 
 def _choices(
-    service: Service, request: CompletionRequest, prompt: Prompt, asked: int | None, seed: int
+    service: Service, request: CompletionRequest, prompt: Prompt, rules: EndRules, seed: int
 ) -> list[Choice]:
+    asked = asked_tokens(request)
     max_tokens = service.output_limit("prompt", len(prompt.ids), asked, DEFAULT_MAX_TOKENS)
     if request.min_tokens > max_tokens:
         raise invalid_value(
@@ -74,7 +76,6 @@ def _choices(
     )
     info = service.info
     params = resolve(request, shape, service.defaults, seed, info.eos_token_ids, info.vocab_size)
-    rules = end_rules(request)
     choices = []
     for child in range(request.n):
         detokenizer = Detokenizer(

@@ -1,7 +1,7 @@
 """The bodies of requests as types: fields that chat and completions share, and completions' own.
 
 Ranges that need no knowledge of the model are checked here; what depends on the vocabulary or the
-context comes later, in `sampling.py` and `prompts.py`.
+context comes later, in `sampling.py` and the modules of the two routes.
 """
 
 from typing import Annotated, Any
@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from .validation import RequestModel, Strict, refuse, wrong
 
 MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1024
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_BIASES = 1024
@@ -30,6 +31,9 @@ def _stops(value: Any) -> list[str]:
         raise wrong("an empty stop string would end every answer")
     if len(stops) > MAX_STOPS:
         raise wrong(f"at most {MAX_STOPS} stop strings are taken, not {len(stops)}")
+    total = sum(map(len, stops))
+    if total > MAX_STOP_CHARACTERS:
+        raise wrong(f"at most {MAX_STOP_CHARACTERS} characters are taken together, not {total}")
     return stops
 
 

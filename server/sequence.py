@@ -7,6 +7,7 @@ behind a stop string is dropped here.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 from ..scheduler.messages import RequestOutput, TokenLogprobs
@@ -64,6 +65,11 @@ class EndRules:
     min_tokens: int = 0
     max_calls: int | None = None
 
+    @cached_property
+    def matcher(self) -> StopMatcher:
+        """Built once, however many choices these rules end."""
+        return StopMatcher(self.stops, self.include_stop)
+
 
 class ChoiceText:
     """Collects one choice's updates; `is_finished` once its answer is complete."""
@@ -75,10 +81,7 @@ class ChoiceText:
         self._detokenizer = detokenizer
         self._parser = parser
         self._rules = rules
-        self._matchers = {
-            kind: StopMatcher(rules.stops, rules.include_stop)
-            for kind in (ReasoningText, ContentText)
-        }
+        self._matchers = {kind: rules.matcher.fork() for kind in (ReasoningText, ContentText)}
         self._num_seen = {ReasoningText: 0, ContentText: 0}
         self._in_call = False
         self._num_calls = 0

@@ -8,6 +8,7 @@ text, plus at most the longest stop for each push.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from typing import NamedTuple
 
 
@@ -43,6 +44,12 @@ class StopMatcher:
         self._held = ""
         self._num_seen = 0
         self.match: StopMatch | None = None
+
+    def fork(self) -> "StopMatcher":
+        """A matcher for another text; what was built from the stop strings is shared."""
+        twin = copy(self)
+        twin._node, twin._held, twin._num_seen, twin.match = self._root, "", 0, None
+        return twin
 
     def push(self, text: str, armed: bool = True) -> str:
         """The text that can be shown now.

@@ -68,6 +68,7 @@ def test_bools_are_strict(field, value):
         ("presence_penalty", 2.1), ("frequency_penalty", -2.1), ("repetition_penalty", 0),
         ("repetition_penalty", 1e-300), ("stop_token_ids", [True]), ("stop_token_ids", 5),
         ("stop", [1]), ("stop", ""), ("stop", [""]), ("stop", ["a"] * 17), ("stop", {"a": 1}),
+        ("stop", "a" * 1025), ("stop", ["a" * 600, "b" * 600]),
         ("model", 5), ("stream_options", True), ("stream_options", {"include_usage": 1}),
         ("suffix", 1),
     ],
