@@ -32,6 +32,7 @@ from .tokenizer import Tokenizer
 
 TELLING_SECONDS = 1.0
 """Time for open streams to be told of the engine's death before the process leaves."""
+BACKLOG = 2048  # connections that wait to be accepted, uvicorn's own default
 LEAVING_SECONDS = 0.2
 """Time for the engine to leave by itself; it has nothing left to save."""
 CUT_SECONDS = 1.0
@@ -52,7 +53,20 @@ def bind(host: str, port: int) -> socket.socket:
         sock.close()
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise StartFailed(f"cannot listen on {host} port {port}: {reason}") from None
+    # The option let this bind ignore connections of an earlier run. Left on, it would let another
+    # server bind as well for as long as this one loads and does not listen.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     return sock
+
+
+def listen(sock: socket.socket) -> None:
+    """Accept connections from now on; raises StartFailed if another socket was faster."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.listen(BACKLOG)
+    except OSError as error:
+        host, port = sock.getsockname()[:2]
+        raise StartFailed(f"cannot listen on {host} port {port}: {error.strerror}") from None
 
 
 class _Listener(uvicorn.Server):
@@ -85,6 +99,7 @@ class Serving:
                 service = make_service(config, client, info, tokenizer)
                 for line in loaded_lines(service):
                     self._say(line)
+                listen(sock)
                 code = await self._serve(service, sock)
                 await client.stop()
                 await engine.stop(timeout=LEAVING_SECONDS)
