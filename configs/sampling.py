@@ -2,6 +2,19 @@
 
 import msgspec
 
+_MASK64 = (1 << 64) - 1
+
+
+def mix64(word: int) -> int:
+    """A 64-bit word whose every bit depends on every bit of `word`.
+
+    SplitMix64's finalizer (Steele, Lea and Flood, 2014), which seeds and draws are made with.
+    """
+    z = word & _MASK64
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = ((z ^ (z >> shift)) * factor) & _MASK64
+    return z ^ (z >> 31)
+
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sampling settings of one request; every value is already validated and resolved.

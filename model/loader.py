@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 PLAIN_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
-Shapes = Mapping[str, tuple[int, ...]]
 Headers = Mapping[str, TensorInfo]
 
 

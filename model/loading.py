@@ -44,12 +44,15 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     torch.set_num_threads(_chosen(run.config.num_threads))
     device = torch.device(run.config.device)
     model = load_model(directory, model_config, DTYPES[run.config.dtype], device)
+    size = _size(model)
+    # Before the cache is sized: packing takes memory of its own.
+    model.pack()
     bytes_per_token = model_config.cache_layout().bytes_per_token(model.dtype.itemsize)
     cache = resolve_cache(
         run.config, model_config.max_position_embeddings, bytes_per_token, _free_bytes(device)
     )
     notes = [*run.notes, choice.reason, *cache.notes]
-    return _assemble(cache.config, model, choice, notes)
+    return _assemble(cache.config, model, size, choice, notes)
 
 
 def _choose_backend(config: EngineConfig, model_config: ModelConfig) -> Choice:
@@ -62,14 +65,20 @@ def _choose_backend(config: EngineConfig, model_config: ModelConfig) -> Choice:
     )
 
 
-def _assemble(
-    config: EngineConfig, model: DeepseekModel, choice: Choice, notes: list[str]
-) -> LoadedEngine:
+def _size(model: DeepseekModel) -> tuple[int, int]:
+    """Parameters and bytes of a model's weights, as long as they are not packed."""
     weights = [entry.target for entry in name_table(model).values()]
-    num_parameters = sum(weight.numel() for weight in weights)
-    weight_bytes = sum(weight.nbytes for weight in weights)
-    del weights
-    model.pack()
+    return sum(w.numel() for w in weights), sum(w.nbytes for w in weights)
+
+
+def _assemble(
+    config: EngineConfig,
+    model: DeepseekModel,
+    size: tuple[int, int],
+    choice: Choice,
+    notes: list[str],
+) -> LoadedEngine:
+    num_parameters, weight_bytes = size
     layout, indexer = model.config.cache_layout(), model.config.indexer
     page_size, num_pages = _chosen(config.cache.page_size), _chosen(config.cache.num_pages)
     # One page more than can be handed out: page 0 is where padding writes.

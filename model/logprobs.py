@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .sequence import TokenScore
+from ..configs.logprobs import TokenLogprobs
 
 # Prompt rows are scored in tiles, so a long chunk never needs [chunk, vocabulary] in one piece.
 ROWS_AT_ONCE = 128
 
 
-def score_tokens(logits_NV: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenScore]:
+def score_tokens(logits_NV: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
     """Score one token a row under softmax(logits); `num_top` alternatives each (may be 0).
 
     logits_NV: fp32 [N, vocabulary], the model's own, before bias, penalties and temperature.
@@ -22,7 +22,7 @@ def score_tokens(logits_NV: Tensor, token_ids: Sequence[int], num_top: int) -> l
     ranks = ((logprobs_NV > chosen_logprobs_N1).sum(dim=1) + 1).tolist()
     top_NK, top_ids_NK = logprobs_NV.topk(min(num_top, logits_NV.shape[1]), dim=1)
     return [
-        TokenScore(logprob, rank, ids, tops)
+        TokenLogprobs(logprob, rank, ids, tops)
         for logprob, rank, ids, tops in zip(
             chosen_logprobs_N1.squeeze(1).tolist(),
             ranks,

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from ..attention.base import AttentionBackend
 from ..attention.metadata import AttentionBatch
+from ..configs.logprobs import TokenLogprobs
 from ..kv_cache.block_table import token_slots
 from ..kv_cache.storage import CacheStorage
 from .deepseek import DeepseekModel
 from .logprobs import ROWS_AT_ONCE, score_tokens
 from .sampler import sample
-from .sequence import NON_FINITE, SampleInput, SequenceInput, SequenceOutput, TokenScore
+from .sequence import NON_FINITE, SampleInput, SequenceInput, SequenceOutput
 
 
 class ModelRunner:
@@ -92,7 +93,7 @@ class ModelRunner:
 
     def _scores(
         self, logits_NV: Tensor, tokens: Sequence[int], inputs: Sequence[SampleInput]
-    ) -> dict[int, TokenScore]:
+    ) -> dict[int, TokenLogprobs]:
         counts = {n: r.params.logprobs for n, r in enumerate(inputs)}
         wanted = {n: top for n, top in counts.items() if top is not None}
         if not wanted:
@@ -104,9 +105,9 @@ class ModelRunner:
 
     def _prompt_scores(
         self, hidden_TD: Tensor, start: int, sequence: SequenceInput
-    ) -> list[TokenScore]:
+    ) -> list[TokenLogprobs]:
         targets = sequence.prompt_targets
-        scores: list[TokenScore] = []
+        scores: list[TokenLogprobs] = []
         for i in range(0, len(targets), ROWS_AT_ONCE):
             tile = targets[i : i + ROWS_AT_ONCE]
             logits_NV = self.model.logits(hidden_TD[start + i : start + i + len(tile)])
@@ -125,7 +126,7 @@ def _running_ends(lengths: Sequence[int]) -> list[int]:
     return ends
 
 
-def _trim(score: TokenScore, num_top: int) -> TokenScore:
-    return TokenScore(
+def _trim(score: TokenLogprobs, num_top: int) -> TokenLogprobs:
+    return TokenLogprobs(
         score.logprob, score.rank, score.top_ids[:num_top], score.top_logprobs[:num_top]
     )

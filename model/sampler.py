@@ -10,20 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..configs.sampling import mix64
 from .sequence import SampleInput
-
-_MASK64 = (1 << 64) - 1
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on nothing but its arguments.
-
-    SplitMix64's finalizer (Steele, Lea and Flood, 2014) over the two mixed words.
-    """
-    z = (seed * 0x9E3779B97F4A7C15 + position * 0xD1342543DE82EF95 + 0x632BE59BD9B4E019) & _MASK64
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        z = ((z ^ (z >> shift)) * factor) & _MASK64
-    return ((z ^ (z >> 31)) >> 11) / (1 << 53)
+    """A number in [0, 1) that depends on nothing but its arguments."""
+    word = seed * 0x9E3779B97F4A7C15 + position * 0xD1342543DE82EF95 + 0x632BE59BD9B4E019
+    return (mix64(word) >> 11) / (1 << 53)
 
 
 def sample(logits_NV: Tensor, inputs: Sequence[SampleInput]) -> list[int]:

@@ -6,19 +6,10 @@ The scheduler builds and reads these, so it runs and is tested without a tensor 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..configs.logprobs import TokenLogprobs
 from ..configs.sampling import SamplingParams
 
 NON_FINITE = "the model produced non-finite logits for this request"
-
-
-@dataclass(slots=True)
-class TokenScore:
-    """Natural-log probability of one token, its rank (1: likeliest) and the alternatives."""
-
-    logprob: float
-    rank: int
-    top_ids: list[int]
-    top_logprobs: list[float]
 
 
 @dataclass(slots=True)
@@ -60,6 +51,6 @@ class SequenceOutput:
     """The sampled token, if one was asked for, and the scores asked for."""
 
     token_id: int | None = None
-    logprobs: TokenScore | None = None
-    prompt_logprobs: list[TokenScore] = field(default_factory=list)
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     error: str | None = None

@@ -4,9 +4,8 @@ A prompt chunk and a decode token differ only in how many tokens they bring and 
 a token sampled, so one list describes any mixture of them.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from .request import Request
 
@@ -37,29 +36,3 @@ class Step:
 
     def __bool__(self) -> bool:
         return bool(self.work)
-
-
-class Score(Protocol):
-    """A token's log-probability as the model reports it; see messages.TokenLogprobs."""
-
-    @property
-    def logprob(self) -> float: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def top_ids(self) -> list[int]: ...
-    @property
-    def top_logprobs(self) -> list[float]: ...
-
-
-class Result(Protocol):
-    """What the runner returns for one `Work`; the scheduler needs no tensor library to read it."""
-
-    @property
-    def token_id(self) -> int | None: ...
-    @property
-    def logprobs(self) -> Score | None: ...
-    @property
-    def prompt_logprobs(self) -> Sequence[Score]: ...
-    @property
-    def error(self) -> str | None: ...

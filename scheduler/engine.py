@@ -9,8 +9,9 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
+from ..model.sequence import SequenceOutput
 from .admission import DuplicateId, Overloaded, Refused
-from .batch import Result, Step
+from .batch import Step
 from .launch import Runner, launch
 from .messages import (
     Abort,
@@ -101,7 +102,7 @@ class Engine:
             return RequestOutput(submit.request_id, [], "error", error=str(error), error_kind=kind)
         return None
 
-    def _launch(self, step: Step) -> Sequence[Result] | None:
+    def _launch(self, step: Step) -> Sequence[SequenceOutput] | None:
         """Compute the step; None if that raised."""
         try:
             results = launch(self._runner, step)
@@ -114,7 +115,7 @@ class Engine:
         self._failure = None
         return results
 
-    def _commit(self, step: Step, results: Sequence[Result] | None) -> list[RequestOutput]:
+    def _commit(self, step: Step, results: Sequence[SequenceOutput] | None) -> list[RequestOutput]:
         if results is None:
             return self._scheduler.fail(step, STEP_FAILED)
         return self._scheduler.commit(step, results)

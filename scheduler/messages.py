@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from ..configs.engine_info import EngineInfo
+from ..configs.logprobs import TokenLogprobs
 from ..configs.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -35,15 +36,6 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 
 
 Command = Submit | Abort | Shutdown
-
-
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """One token's natural-log probability, its rank (1 is the likeliest) and its alternatives."""
-
-    logprob: float
-    rank: int
-    top_ids: list[int]
-    top_logprobs: list[float]
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):

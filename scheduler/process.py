@@ -20,6 +20,7 @@ from pathlib import Path
 from ..configs.engine import EngineConfig
 from .channel import ApiLink
 from .messages import Command, Event, Shutdown
+from .worker import serve
 
 # After the engine's death its last words may still be on the way.
 LAST_WORDS_SECONDS = 0.1
@@ -170,7 +171,6 @@ def _start_without_signals(process: SpawnProcess) -> None:
 
 def _serve(directory: str, config: EngineConfig) -> None:
     from ..model.loading import load_engine  # noqa: PLC0415 - torch belongs to the child alone
-    from .worker import serve  # noqa: PLC0415 - the same
 
     serve(directory, config, load_engine)
 

@@ -7,9 +7,10 @@ hold: a preempted request has outputs and yet must be computed from its first to
 import enum
 from collections.abc import Sequence
 
+from ..configs.logprobs import TokenLogprobs
 from ..configs.sampling import SamplingParams
 from ..kv_cache.block_table import BlockTable
-from .messages import FinishReason, TokenLogprobs
+from .messages import FinishReason
 
 
 class State(enum.Enum):

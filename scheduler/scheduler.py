@@ -15,9 +15,10 @@ from collections.abc import Sequence
 
 from ..configs.engine import SchedulerConfig
 from ..kv_cache.cache import KvCache
+from ..model.sequence import SequenceOutput
 from .admission import DuplicateId, Limits, Overloaded
-from .batch import Result, Score, Step, Work
-from .messages import EngineStats, FinishReason, RequestOutput, Submit, TokenLogprobs
+from .batch import Step, Work
+from .messages import EngineStats, FinishReason, RequestOutput, Submit
 from .policy import FcfsQueue, age
 from .request import Phase, Request, State
 from .stats import Counters
@@ -85,7 +86,7 @@ class Scheduler:
             budget -= self._chunk(request, budget, extends)
         return Step(extends + decodes, len(extends))
 
-    def commit(self, step: Step, results: Sequence[Result]) -> list[RequestOutput]:
+    def commit(self, step: Step, results: Sequence[SequenceOutput]) -> list[RequestOutput]:
         """Book one result for each work of `step`; returns what there is to send."""
         self.counters.num_steps += 1
         outputs = []
@@ -96,7 +97,7 @@ class Scheduler:
                 outputs.append(self._end(request, "error", result.error))
                 continue
             if request.wants_prompt_scores:
-                request.prompt_scores.extend(map(_logprobs, result.prompt_logprobs))
+                request.prompt_scores.extend(result.prompt_logprobs)
             if work.samples:
                 outputs.append(self._take_token(request, result))
             elif request.num_computed == request.num_tokens:
@@ -197,7 +198,7 @@ class Scheduler:
         extends.append(Work(request, start, size, last and request.params.max_tokens > 0))
         return size
 
-    def _take_token(self, request: Request, result: Result) -> RequestOutput:
+    def _take_token(self, request: Request, result: SequenceOutput) -> RequestOutput:
         token = result.token_id
         if token is None:
             raise RuntimeError(f"no token was sampled for request {request.request_id}")
@@ -213,7 +214,7 @@ class Scheduler:
             request.request_id,
             [token],
             reason,
-            None if result.logprobs is None else [_logprobs(result.logprobs)],
+            None if result.logprobs is None else [result.logprobs],
             request.prompt_scores if wants_prompt else None,
         )
 
@@ -243,7 +244,3 @@ class Scheduler:
         self.cache.release(request.table)
         request.finish(reason)
         del self._alive[request.request_id]
-
-
-def _logprobs(score: Score) -> TokenLogprobs:
-    return TokenLogprobs(score.logprob, score.rank, score.top_ids, score.top_logprobs)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from msgspec import UNSET, structs
 
-from ..scheduler.messages import TokenLogprobs
+from ..configs.logprobs import TokenLogprobs
 from .answers import Answer, CompletionChoice, CompletionLogprobs
 from .logprobs import completion_logprobs, prompt_logprobs
 from .protocol import CompletionRequest

@@ -7,7 +7,7 @@ its raw UTF-8. JSON has no infinity: minus infinity is written as -9999.
 from collections.abc import Sequence
 from typing import Any
 
-from ..scheduler.messages import TokenLogprobs
+from ..configs.logprobs import TokenLogprobs
 from .answers import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 from .tokenizer import Tokenizer
 

@@ -8,12 +8,11 @@ from typing import Any
 
 import msgspec
 
-from ..configs.sampling import SamplingParams
+from ..configs.sampling import SamplingParams, mix64
 from .errors import invalid_value, unsupported
 from .protocol import GenerationRequest
 
 GREEDY_BELOW = 1e-5
-_MASK64 = (1 << 64) - 1
 _DEFAULT_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -58,10 +57,7 @@ def child_seed(seed: int, child: int) -> int:
     """
     if child == 0:
         return seed
-    z = (seed + child * 0x9E3779B97F4A7C15) & _MASK64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
-    z ^= z >> 31
+    z = mix64(seed + child * 0x9E3779B97F4A7C15)
     return z - (1 << 64) if z >> 63 else z
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
-from ..scheduler.messages import RequestOutput, TokenLogprobs
+from ..configs.logprobs import TokenLogprobs
+from ..scheduler.messages import RequestOutput
 from .detokenizer import Detokenizer
 from .parsers.events import CallArgs, CallEnd, CallStart, ContentText, Event, ReasoningText
 from .parsers.reasoning import END_THINK

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 from minidsa.configs.engine import EngineConfig, SchedulerConfig
 from minidsa.configs.engine_info import EngineInfo
+from minidsa.configs.logprobs import TokenLogprobs
 from minidsa.configs.sampling import SamplingParams
 from minidsa.kv_cache.cache import KvCache
 from minidsa.kv_cache.pool import PagePool
-from minidsa.model.sequence import NON_FINITE, SequenceInput, SequenceOutput, TokenScore
+from minidsa.model.sequence import NON_FINITE, SequenceInput, SequenceOutput
 from minidsa.scheduler.batch import Step
 from minidsa.scheduler.launch import launch
 from minidsa.scheduler.messages import RequestOutput, Submit
@@ -43,8 +44,8 @@ def expected(prompt: Sequence[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def score(token: int, num_top: int) -> TokenScore:
-    return TokenScore(-float(token), token + 1, list(range(num_top)), [0.0] * num_top)
+def score(token: int, num_top: int) -> TokenLogprobs:
+    return TokenLogprobs(-float(token), token + 1, list(range(num_top)), [0.0] * num_top)
 
 
 @dataclass(frozen=True)

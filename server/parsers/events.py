@@ -44,7 +44,6 @@ class CallEnd(msgspec.Struct, frozen=True, tag="call_end"):
 
 
 Event = ReasoningText | ContentText | CallStart | CallArgs | CallEnd
-TextEvent = ReasoningText | ContentText
 
 
 def merge_events(events: list[Event]) -> list[Event]:
