@@ -4,17 +4,23 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: serve test test-deep check format dev bench train train-smoke clean
+.PHONY: serve test test-unit test-deep check format dev bench train train-smoke clean
 
 serve: $(VENV)/.installed
 	$(BIN)/minidsa serve $(ARGS)
 
+# A file's tests stay in one process, so servers and checkpoints are made once.
+PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
+
 test: dev
-	$(BIN)/python -m pytest -q -m "not gpu and not deep" $(ARGS)
+	$(PYTEST) -m "not gpu and not deep" $(ARGS)
+
+test-unit: dev
+	$(PYTEST) -m "not gpu and not deep" tests/unit $(ARGS)
 
 # The long versions of the equality grids: minutes instead of seconds.
 test-deep: dev
-	$(BIN)/python -m pytest -q -m "deep and not gpu" $(ARGS)
+	$(PYTEST) -m "deep and not gpu" $(ARGS)
 
 check: dev
 	$(BIN)/ruff format --check .

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -10,6 +11,9 @@ from checkpoints import T_CPU, t_cpu, tensors_of
 from minidsa.model import make_checkpoint
 
 torch.set_num_threads(1)
+# A slow machine is no finding.
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")
 
 
 @pytest.fixture

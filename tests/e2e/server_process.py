@@ -11,7 +11,9 @@ from pathlib import Path
 
 import httpx
 
-START_SECONDS = 120
+from patience import PATIENCE
+
+START_SECONDS = 2 * PATIENCE
 COMMAND = (sys.executable, "-m", "minidsa.server.cli")
 SMALL = (
     *("--port", "0", "--dtype", "float32", "--num-threads", "1", "--max-model-len", "512"),
@@ -69,22 +71,22 @@ class ServerProcess:
         assert found is not None, name
         return float(found[1])
 
-    def wait_idle(self, seconds: float = 5.0) -> None:
+    def wait_idle(self, seconds: float = PATIENCE) -> None:
         """Wait until no request runs and every page is free."""
         end = time.monotonic() + seconds
         while self.metric("num_requests_running") or self.metric("kv_cache_usage_perc"):
             assert time.monotonic() < end, "the server did not become idle"
             time.sleep(0.05)
 
-    def stop(self, number: int = signal.SIGTERM, seconds: float = 40.0) -> int:
+    def stop(self, number: int = signal.SIGTERM, seconds: float = PATIENCE) -> int:
         """Send a signal and wait; returns the exit code."""
         self.process.send_signal(number)
         return self.wait(seconds)
 
-    def wait(self, seconds: float = 40.0) -> int:
+    def wait(self, seconds: float = PATIENCE) -> int:
         code = self.process.wait(seconds)
         for reader in self._readers:
-            reader.join(5)
+            reader.join(PATIENCE)
         return code
 
     def kill(self) -> None:

@@ -229,7 +229,7 @@ async def read(client: httpx.AsyncClient, request: httpx.Request) -> None:
 
 
 async def test_api_43_fifty_disconnects_leave_no_page_behind(server):
-    async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
 
         async def leave(index: int) -> None:
             body = {"prompt": f"leaving {index}", "max_tokens": 400, "ignore_eos": True}
@@ -243,7 +243,7 @@ async def test_api_43_fifty_disconnects_leave_no_page_behind(server):
 
         await asyncio.gather(*(leave(index) for index in range(50)))
     server.wait_idle()
-    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "still there"}, timeout=5)
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "still there"}, timeout=60)
     assert answer.status_code == 200
 
 

@@ -10,6 +10,7 @@ import zmq
 from minidsa.scheduler import messages
 from minidsa.scheduler.channel import MAX_FRAME_BYTES, ApiLink, EngineLink, decode
 from minidsa.scheduler.messages import Abort, Heartbeat, Outputs, RequestOutput, Shutdown
+from patience import PATIENCE
 from scheduler_fakes import submit
 
 COMMANDS = [submit("a", [1, 2, 3], logit_bias={3: 1.5}, logprobs=2), Abort("a"), Shutdown()]
@@ -40,7 +41,7 @@ async def ends(tmp_path):
 async def heard(api, grace=1.0):
     gone = asyncio.get_running_loop().create_future()
     try:
-        return await asyncio.wait_for(api.receive(gone, grace), 5)
+        return await asyncio.wait_for(api.receive(gone, grace), PATIENCE)
     finally:
         gone.cancel()
 
@@ -73,7 +74,7 @@ async def test_a_cancelled_receive_loses_nothing(ends):
         task.cancel()
         engine.send(event)
         await asyncio.sleep(0.01)
-        assert await asyncio.wait_for(api.receive(gone, 1.0), 5) == event
+        assert await asyncio.wait_for(api.receive(gone, 1.0), PATIENCE) == event
     gone.cancel()
 
 

@@ -135,6 +135,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=150, stateful_step_count=40, derandomize=True
 )
 TestScheduler = SchedulerMachine.TestCase

@@ -15,6 +15,7 @@ import pytest
 from minidsa.configs.engine import EngineConfig
 from minidsa.scheduler.messages import Abort, Failed, Heartbeat, Loaded, Outputs, Ready
 from minidsa.scheduler.process import EngineDied, EngineProcess
+from patience import PATIENCE
 from scheduler_fakes import FakeTarget, Plan, expected, submit
 
 pytestmark = pytest.mark.slow
@@ -89,7 +90,7 @@ async def test_a_healthy_engine():
             pass
         start = time.monotonic()
         assert isinstance(await engine.recv(), Heartbeat)
-        assert time.monotonic() - start < 1.0
+        assert time.monotonic() - start < PATIENCE
         assert event.stats.num_free_pages == event.stats.num_pages == 64
         assert event.stats.num_prompt_tokens <= 3 + 1 + 1  # the warm-up is not counted
     finally:
@@ -111,20 +112,20 @@ async def test_ops_02_kill_the_engine_with_open_streams():
     start = time.monotonic()
     os.kill(engine.pid, signal.SIGKILL)
     _, code = await all_events(engine)
-    assert code == -signal.SIGKILL and time.monotonic() - start < 1.0
+    assert code == -signal.SIGKILL and time.monotonic() - start < PATIENCE
     assert await engine.stop() == -signal.SIGKILL
 
 
 async def test_ops_05_a_hang_ends_the_process_with_all_stacks_and_slow_steps_do_not(capfd):
-    target = FakeTarget(Plan(delay=0.7, hang_step=6))
-    engine = EngineProcess.start(EngineConfig(hang_timeout=1.0), target)
+    target = FakeTarget(Plan(delay=0.4, hang_step=6))
+    engine = EngineProcess.start(EngineConfig(hang_timeout=2.0), target)
     await until_ready(engine)
     assert await generate(engine, submit("slow", [1], 2)) == expected([1], 2)
-    await asyncio.sleep(1.2)  # idle for longer than the timeout
+    await asyncio.sleep(2.2)  # idle for longer than the timeout
     engine.send(submit("a", [1], 100))
     start = time.monotonic()
     events, code = await all_events(engine)
-    assert 1.0 < time.monotonic() - start < 5.0
+    assert 2.0 < time.monotonic() - start < PATIENCE
     assert code == 1 and sum(bool(e.outputs) for e in events if isinstance(e, Outputs)) == 1
     stacks = capfd.readouterr().err
     assert "Timeout" in stacks and "_misbehave" in stacks and "scheduler/engine.py" in stacks
@@ -202,10 +203,10 @@ def test_ops_03_engines_go_with_their_parent(tmp_path, source, code):
         if code:
             assert not any(is_gone(pid) for pid in words[::2])
             parent.kill()
-        assert parent.wait(timeout=10) == code
-    deadline = time.monotonic() + 2
+        assert parent.wait(timeout=PATIENCE) == code
+    deadline = time.monotonic() + PATIENCE
     while not all(map(is_gone, words[::2])) or any(Path(d).exists() for d in words[1::2]):
-        assert time.monotonic() < deadline, "an engine outlived its parent by two seconds"
+        assert time.monotonic() < deadline, "an engine outlived its parent"
         time.sleep(0.02)
 
 
@@ -216,7 +217,7 @@ async def test_close_ends_an_engine_that_is_still_loading():
     waiting.cancel()
     start = time.monotonic()
     engine.close()
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < PATIENCE
     assert engine.exitcode == -signal.SIGKILL and not engine._directory.exists()
     assert multiprocessing.active_children() == []
 
@@ -230,6 +231,6 @@ def test_checkpoints_are_written_by_a_child_so_that_torch_stays_out(tmp_path, ca
     )
     targets = (tmp_path / "checkpoint", tmp_path / "file" / "below")
     writers = [subprocess.Popen([sys.executable, "-c", code, str(t)]) for t in targets]
-    assert [writer.wait(timeout=60) for writer in writers] == [0, 1]
+    assert [writer.wait(timeout=2 * PATIENCE) for writer in writers] == [0, 1]
     assert (targets[0] / "config.json").exists() and list(targets[0].glob("*.safetensors"))
     assert "RuntimeError: no checkpoint was written" in capfd.readouterr().err
