@@ -19,7 +19,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int | None = None
     """Tokens computed in one step, prompt chunks and decodes together."""
     max_queue: int = 1024
-    """Requests that wait; one more is answered 503."""
+    """Requests in flight beyond `max_num_seqs`; one more is answered 503."""
 
 
 @dataclass(frozen=True)

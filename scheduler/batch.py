@@ -34,5 +34,15 @@ class Step:
     def num_tokens(self) -> int:
         return sum(work.num_tokens for work in self.work)
 
+    def halves(self) -> list["Step"]:
+        """Two steps that do the same together; one of a single work stays as it is."""
+        cut, extends = len(self.work) // 2, self.num_extends
+        if not cut:
+            return [self]
+        return [
+            Step(self.work[:cut], min(extends, cut)),
+            Step(self.work[cut:], max(extends - cut, 0)),
+        ]
+
     def __bool__(self) -> bool:
         return bool(self.work)

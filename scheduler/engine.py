@@ -1,8 +1,9 @@
 """The loop that everything else serves: receive, schedule, launch, commit, send.
 
-What a failure costs: an exception while a step is computed costs the requests of that step, which
-end with "error" and give their pages back; the others go on. A second failed step in a row, or an
-exception in the bookkeeping itself, costs the engine: nothing after it could be trusted.
+What a failure costs: an exception while a step is computed costs the requests that cannot be
+computed alone either (`recovery.py`); they end with "error" and give their pages back, and the
+others go on. An engine that cannot compute a single token, or whose bookkeeping raises, is broken:
+nothing after that could be trusted.
 """
 
 import logging
@@ -23,10 +24,10 @@ from .messages import (
     Shutdown,
     Submit,
 )
+from .recovery import recover
 from .scheduler import Scheduler
 
 HEARTBEAT_SECONDS = 0.2
-STEP_FAILED = "the engine failed to compute the step that this request was part of"
 
 _log = logging.getLogger(__name__)
 
@@ -47,10 +48,6 @@ class Watchdog(Protocol):
     def restart(self) -> None: ...
 
 
-class EngineBroken(RuntimeError):
-    """The engine cannot go on; the text is for the operator."""
-
-
 class Engine:
     """Requests in, tokens out, until Shutdown."""
 
@@ -61,10 +58,9 @@ class Engine:
         self._scheduler = scheduler
         self._link = link
         self._watchdog = watchdog
-        self._failure: Exception | None = None
 
     def run(self) -> None:
-        """Serve until Shutdown arrives; raises EngineBroken when two steps in a row fail."""
+        """Serve until Shutdown arrives; raises EngineBroken when nothing can be computed."""
         while True:
             self._watchdog.restart()
             outputs = self._receive()
@@ -72,8 +68,7 @@ class Engine:
                 return
             step = self._scheduler.schedule()
             if step:
-                results = self._launch(step)
-                outputs += self._commit(step, results)
+                outputs += self._scheduler.commit(step, self._compute(step))
             self._send(step, outputs)
 
     def _receive(self) -> list[RequestOutput] | None:
@@ -102,23 +97,12 @@ class Engine:
             return RequestOutput(submit.request_id, [], "error", error=str(error), error_kind=kind)
         return None
 
-    def _launch(self, step: Step) -> Sequence[SequenceOutput] | None:
-        """Compute the step; None if that raised."""
+    def _compute(self, step: Step) -> Sequence[SequenceOutput]:
         try:
-            results = launch(self._runner, step)
-        except Exception as error:
+            return launch(self._runner, step)
+        except Exception:
             _log.exception("a step of %d requests failed", len(step.work))
-            if self._failure is not None:
-                raise EngineBroken(f"two steps in a row failed, the last with {error!r}") from error
-            self._failure = error
-            return None
-        self._failure = None
-        return results
-
-    def _commit(self, step: Step, results: Sequence[SequenceOutput] | None) -> list[RequestOutput]:
-        if results is None:
-            return self._scheduler.fail(step, STEP_FAILED)
-        return self._scheduler.commit(step, results)
+            return recover(self._runner, step, self._watchdog.restart)
 
     def _send(self, step: Step, outputs: list[RequestOutput]) -> None:
         stats = self._scheduler.stats()

@@ -27,11 +27,6 @@ class FcfsQueue:
     def __len__(self) -> int:
         return len(self._preempted) + len(self._waiting)
 
-    @property
-    def num_new(self) -> int:
-        """Requests that never ran: what the bound of the queue counts."""
-        return len(self._waiting)
-
     def add(self, request: Request) -> None:
         """Queue a request: behind all others if it is new, by its age if it was preempted."""
         if request.state is State.PREEMPTED:

@@ -56,8 +56,8 @@ class Scheduler:
         if submit.request_id in self._alive:
             raise DuplicateId(f"request id {submit.request_id!r} is in use")
         self.limits.verify(submit)
-        if self.queue.num_new >= self._config.max_queue:
-            raise Overloaded(f"{self.queue.num_new} requests are waiting already")
+        if len(self._alive) >= self._config.max_num_seqs + self._config.max_queue:
+            raise Overloaded(f"{len(self._alive)} requests are running or waiting already")
         self._arrivals += 1
         request = Request(
             submit.request_id,
@@ -105,10 +105,6 @@ class Scheduler:
                 self.counters.num_prompt_tokens += request.num_tokens
                 outputs.append(self._end(request, "length"))
         return outputs
-
-    def fail(self, step: Step, reason: str) -> list[RequestOutput]:
-        """End every request of a step whose computation raised; their rows are void."""
-        return [self._end(work.request, "error", reason) for work in step.work]
 
     def preempt_youngest(self) -> Request:
         """Take seat and pages from the youngest running request; it is computed again later."""

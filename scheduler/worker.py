@@ -24,9 +24,10 @@ from ..configs.engine import EngineConfig
 from ..configs.sampling import SamplingParams
 from ..kv_cache.cache import KvCache
 from .channel import EngineLink
-from .engine import Engine, EngineBroken
+from .engine import Engine
 from .launch import Runner, launch
 from .messages import EngineInfo, Failed, Loaded, Ready, Submit
+from .recovery import EngineBroken
 from .scheduler import Scheduler
 
 WARM_UP_TOKENS = 16

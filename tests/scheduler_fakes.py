@@ -53,7 +53,7 @@ class Plan:
     """Faults of a run; steps count from 1, the warm-up's included.
 
     hang_step never returns; poison_token makes every row that sees it non-finite; lose_step returns
-    one output too few.
+    one output too few; a step with fatal_token among its tokens raises.
     """
 
     fail_steps: frozenset[int] = frozenset()
@@ -62,6 +62,7 @@ class Plan:
     delay: float = 0.0
     poison_token: int | None = None
     lose_step: int | None = None
+    fatal_token: int | None = None
 
 
 class PoisoningPool(PagePool):
@@ -106,6 +107,8 @@ class FakeRunner:
         for sequence in sequences:
             for i, token in enumerate(sequence.token_ids, sequence.context_len):
                 self.slots[self._slot(sequence, i)] = token
+        if any(self.plan.fatal_token in sequence.token_ids for sequence in sequences):
+            raise RuntimeError("planned failure of a token")
         lost = self.num_steps == self.plan.lose_step
         return [self._output(sequence) for sequence in sequences[: len(sequences) - lost]]
 
@@ -120,7 +123,7 @@ class FakeRunner:
 
     def _slot(self, sequence: SequenceInput, position: int) -> int:
         page = sequence.pages[position // self.page_size]
-        assert page > 0, "page 0 belongs to nobody"
+        assert page > 0 or sequence.pages == [0], "page 0 belongs to nobody but a probe"
         return page * self.page_size + position % self.page_size
 
     def _output(self, sequence: SequenceInput) -> SequenceOutput:
@@ -265,7 +268,7 @@ class Driver:
         scheduler = self.scheduler
         assert step.num_tokens <= self.budget
         assert len(scheduler.running) <= self.seats
-        assert scheduler.queue.num_new <= self.queue
+        assert len(scheduler.running) + len(scheduler.queue) <= self.seats + self.queue
         requests = [work.request for work in step.work]
         assert len({id(request) for request in requests}) == len(requests)
         for work in step.work:

@@ -136,24 +136,25 @@ async def test_what_cannot_be_served_is_one_line_and_what_is_a_bug_has_its_trace
     targets = (
         FakeTarget(refuse="bad checkpoint:\n no such tensor"),
         FakeTarget(Plan(fail_steps=frozenset({2}))),
-        FakeTarget(Plan(fail_forever_from=4)),
+        FakeTarget(Plan(fail_forever_from=5)),
     )
     engines = [EngineProcess.start(CONFIG, target) for target in targets]
     refused, cold = [await all_events(engine) for engine in engines[:2]]
     await until_ready(engines[2])
-    assert await generate(engines[2], submit("a", [1], 2)) == expected([1], 1)
+    assert await generate(engines[2], submit("a", [1], 2)) == expected([1], 2)
     engines[2].send(submit("b", [1], 2))
     broken = await all_events(engines[2])
     assert refused == ([Failed("bad checkpoint: no such tensor")], 1)
     assert [type(event) for event in cold[0]] == [Loaded, Failed]
     assert cold[0][-1] == Failed("RuntimeError: planned failure of step 2") and cold[1] == 1
     assert broken[0][-1] == Failed(
-        "two steps in a row failed, the last with RuntimeError('planned failure of step 5')"
+        "a step failed, and so did a probe of one token, with "
+        "RuntimeError('planned failure of step 6')"
     )
     assert broken[1] == 1
     errors = capfd.readouterr().err
     assert "no such tensor" not in errors
-    for step in (2, 4, 5):
+    for step in (2, 5, 6):
         assert f"RuntimeError: planned failure of step {step}" in errors
 
 

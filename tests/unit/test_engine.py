@@ -2,8 +2,9 @@
 
 import pytest
 
-from minidsa.scheduler.engine import Engine, EngineBroken
+from minidsa.scheduler.engine import Engine
 from minidsa.scheduler.messages import Abort, Command, Heartbeat, Outputs, Shutdown
+from minidsa.scheduler.recovery import EngineBroken
 from minidsa.scheduler.worker import warm_up
 from scheduler_fakes import Driver, Plan, expected, submit
 
@@ -125,7 +126,8 @@ def test_a_refusal_is_answered_at_once(command, kind, text):
 
 
 def test_a_full_queue_is_told_apart_from_a_bad_request():
-    engine, link, _, _ = serve([[submit(f"r{i}", [i], 2) for i in range(6)]], queue=2)
+    turns = [[submit(f"r{i}", [i], 2) for i in range(6)]]
+    engine, link, _, _ = serve(turns, seats=1, queue=1)
     engine.run()
     kinds = [link.ends()[f"r{i}"].error_kind for i in range(6)]
     assert kinds == [None, None, *["overloaded"] * 4]
@@ -146,39 +148,68 @@ def test_shutdown_leaves_at_once():
 
 @pytest.mark.parametrize("step", range(1, 21))
 @pytest.mark.parametrize("requests", [1, 8])
-def test_ops_06_a_failed_step_ends_its_requests_and_service_goes_on(step, requests, caplog):
+def test_ops_06_a_step_that_fails_once_is_computed_again(step, requests, caplog):
     first = [submit(f"r{i}", [i, i + 1, i + 2], 20) for i in range(requests)]
     turns = [first, *[[] for _ in range(step)], [submit("after", [7, 7], 5)]]
     engine, link, driver, _ = serve(turns, Plan(fail_steps=frozenset({step})))
     engine.run()
-    ends = link.ends()
-    assert {end.finish_reason for name, end in ends.items() if name != "after"} == {"error"}
-    assert {end.error_kind for name, end in ends.items() if name != "after"} == {"internal"}
-    assert len(ends) == requests + 1 == len([o for o in link.outputs() if o.finish_reason])
-    for command in first:
-        assert link.ids(command.request_id) == expected(command.prompt_ids, step - 1)
-    assert link.ids("after") == expected([7, 7], 5)
+    for command in (*first, turns[-1][0]):
+        count = command.params.max_tokens
+        assert link.ids(command.request_id) == expected(command.prompt_ids, count)
+    assert len(link.ends()) == requests + 1 == len([o for o in link.outputs() if o.finish_reason])
     assert f"planned failure of step {step}" in caplog.text
     driver.scheduler.check_idle()
 
 
-def test_two_failed_steps_in_a_row_end_the_engine(caplog):
-    plan = Plan(fail_steps=frozenset({2, 3}))
+@pytest.mark.parametrize("budget", [8, 64])
+def test_ops_06_only_the_request_that_fails_alone_ends_with_an_error(budget, caplog):
+    mates = [submit(f"r{i}", [i, i + 1, i + 2], 20) for i in range(7)]
+    bad = submit("bad", [*range(20), 511, 3], 5)
+    engine, link, driver, watchdog = serve(
+        [mates[:3], [bad, *mates[3:]]], Plan(fatal_token=511), budget=budget
+    )
+    engine.run()
+    end = link.ends()["bad"]
+    assert (end.finish_reason, end.error_kind) == ("error", "internal")
+    assert "request bad fails alone" in caplog.text
+    for command in mates:
+        if 511 not in expected(command.prompt_ids, 20):
+            assert link.ids(command.request_id) == expected(command.prompt_ids, 20)
+    assert watchdog.restarts > len(link.timeouts)  # each try may take as long as a step
+    driver.scheduler.check_idle()
+
+
+@pytest.mark.parametrize("mates", [0, 3])
+def test_a_client_that_repeats_a_fatal_request_does_not_end_the_engine(mates, caplog):
+    others = [submit(f"r{i}", [i], 40) for i in range(mates)]
+    retries = [[submit(f"bad{i}", [511, i], 5)] for i in range(10)]
+    engine, link, driver, _ = serve([others, *retries], Plan(fatal_token=511))
+    engine.run()
+    assert all(link.ends()[f"bad{i}"].error_kind == "internal" for i in range(10))
+    for command in others:
+        if 511 not in expected(command.prompt_ids, 40):
+            assert link.ids(command.request_id) == expected(command.prompt_ids, 40)
+    driver.scheduler.check_idle()
+
+
+def test_an_engine_that_cannot_compute_one_token_is_broken(caplog):
+    plan = Plan(fail_forever_from=2)
     turns = [[submit("a", [1], 9)], [submit("b", [2], 9)], [submit("c", [3], 9)]]
     engine, link, _, _ = serve(turns, plan)
-    with pytest.raises(EngineBroken, match="two steps in a row"):
+    with pytest.raises(EngineBroken, match=r"probe of one token, .* step 3"):
         engine.run()
-    assert set(link.ends()) == {"a", "b"}
-    assert caplog.text.count("Traceback") == 2
+    assert link.ids("a") == expected([1], 1) and not link.ends()
+    assert "planned failure of step 2" in caplog.text
 
 
 def test_failures_apart_do_not_add_up(caplog):
-    plan = Plan(fail_steps=frozenset({1, 3, 5}))
+    # A failure is followed by the probe and by the step again, two steps without a failure.
+    plan = Plan(fail_steps=frozenset({1, 4, 7}))
     turns = [[submit(f"r{i}", [i], 2)] for i in range(6)]
     engine, link, _, _ = serve(turns, plan, seats=1)
     engine.run()
-    assert len(link.ends()) == 6
-    assert "planned failure of step 5" in caplog.text
+    assert [end.finish_reason for end in link.ends().values()] == ["length"] * 6
+    assert "planned failure of step 7" in caplog.text
 
 
 def test_broken_books_end_the_engine_whatever_runs():
@@ -192,7 +223,7 @@ def test_a_runner_that_loses_an_output_is_a_failed_step(caplog):
     turns = [[submit("a", [1], 2), submit("b", [2], 2)], [], [submit("c", [3], 2)]]
     engine, link, _, _ = serve(turns, Plan(lose_step=1))
     engine.run()
-    assert [end.finish_reason for end in link.ends().values()] == ["error", "error", "length"]
+    assert [end.finish_reason for end in link.ends().values()] == ["length"] * 3
     assert "1 outputs for 2 works" in caplog.text
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from minidsa.configs.engine import SchedulerConfig
 from minidsa.kv_cache.cache import KvCache
+from minidsa.model.sequence import SequenceOutput
 from minidsa.scheduler.admission import DuplicateId, Overloaded, Refused
 from minidsa.scheduler.request import Phase, State
 from minidsa.scheduler.scheduler import Scheduler
@@ -132,7 +133,7 @@ def test_the_longest_waiting_of_several_preempted_resumes_first():
     driver.step()
     for _ in range(3):
         driver.scheduler.preempt_youngest()
-    assert driver.scheduler.queue.num_new == 0 and len(driver.scheduler.queue) == 3
+    assert len(driver.scheduler.queue) == 3
     step = driver.step()
     assert [work.request.request_id for work in step.work] == ["r0", "r1", "r2"]
 
@@ -239,18 +240,24 @@ def test_sch_24_the_queue_has_a_bound():
             admitted += 1
         except Overloaded:
             refused += 1
-    assert (admitted, refused) == (10, 90)
+    assert (admitted, refused) == (12, 88)  # as many as run and wait together
     driver.run()
-    assert len(driver.ends) == 10
+    assert len(driver.ends) == 12
     run_all(driver, submit("later", prompt(3)))
 
 
-def test_a_preempted_request_does_not_count_against_the_queue():
-    driver = Driver(queue=1)
-    driver.add(submit("a", prompt(3)))
-    driver.step()
+def test_requests_in_flight_count_alike_whether_they_run_or_wait():
+    driver = Driver(seats=1, queue=1)
+    driver.add(submit("a", prompt(3)), submit("b", prompt(3)))
+    for _ in range(3):
+        with pytest.raises(Overloaded, match="2 requests are running or waiting"):
+            driver.add(submit("c", prompt(3)))
+        driver.step()
     driver.scheduler.preempt_youngest()
-    driver.add(submit("b", prompt(3)))
+    with pytest.raises(Overloaded):
+        driver.add(submit("c", prompt(3)))
+    driver.abort("b")
+    driver.add(submit("c", prompt(3)))
     driver.run()
 
 
@@ -342,7 +349,8 @@ def test_a_failed_step_ends_its_requests_and_only_those():
     driver = Driver(seats=2)
     driver.add(*(submit(f"r{i}", prompt(4, i), 5) for i in range(3)))
     step = driver.scheduler.schedule()
-    driver.take(driver.scheduler.fail(step, "planned"))
+    lost = [SequenceOutput(error="planned") for _ in step.work]
+    driver.take(driver.scheduler.commit(step, lost))
     assert set(driver.ends) == {"r0", "r1"}
     driver.scheduler.check()
     driver.run()

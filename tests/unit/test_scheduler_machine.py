@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from minidsa.model.sequence import SequenceOutput
 from minidsa.scheduler.admission import DuplicateId, Overloaded, Refused
 from minidsa.scheduler.launch import launch
 from scheduler_fakes import Driver, expected, submit
@@ -39,7 +40,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         name = f"r{len(self.sent)}"
         command = submit(name, [(start + 7 * i) % 512 for i in range(length)], max_tokens)
         longest = self.driver.scheduler.limits.max_tokens
-        full = self.driver.scheduler.queue.num_new == self.driver.queue
+        alive = len(self.sent) - len(self.driver.ends)
+        full = alive == self.driver.seats + self.driver.queue
         try:
             self.driver.add(command)
         except Overloaded:
@@ -76,7 +78,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert step, "work is left, yet nothing is scheduled"
         launch(self.driver.runner, step)  # the failure comes after rows were written
         self.failed |= {work.request.request_id for work in step.work}
-        self.driver.take(self.driver.scheduler.fail(step, "planned"))
+        lost = [SequenceOutput(error="planned") for _ in step.work]
+        self.driver.take(self.driver.scheduler.commit(step, lost))
 
     @precondition(lambda self: self.driver.scheduler.has_work)
     @rule(data=st.data())
