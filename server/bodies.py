@@ -1,22 +1,50 @@
-"""Takes in a request body: its type, its size, its time, its JSON.
+"""Takes in a request body: its type, its size, its time, its JSON, its fields.
 
 Everything is bounded before it is read. What is over a limit closes the connection, since the rest
 of the body is still on its way.
 """
 
 import asyncio
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 
 from ..configs.server import LimitsConfig
 from .errors import ApiError, body_too_large, invalid_json, unsupported_media_type
+from .long_text import in_thread_if_long
 from .sse import ClientGone
 from .strict_json import read_object
+from .validation import validate
+
+_Fields = TypeVar("_Fields", bound=BaseModel)
 
 
-async def read_document(request: Request, limits: LimitsConfig) -> dict[str, Any]:
-    """The JSON object of a body; raises ApiError 400, 408, 413 or 415, or ClientGone."""
+@dataclass(frozen=True)
+class Body(Generic[_Fields]):
+    """A validated body, the object it was read from, and its size in bytes.
+
+    The size bounds the length of every text in it, so it tells what may be slow to work on.
+    """
+
+    fields: _Fields
+    document: dict[str, Any]
+    size: int
+
+
+async def read_body(request: Request, limits: LimitsConfig, model: type[_Fields]) -> Body[_Fields]:
+    """The body as a model; raises ApiError 400, 408, 413 or 415, or ClientGone."""
+    raw = await _read_json(request, limits)
+    return await in_thread_if_long(len(raw), _parse, raw, model)
+
+
+def _parse(raw: bytes, model: type[_Fields]) -> Body[_Fields]:
+    document = read_object(raw)
+    return Body(validate(model, document), document, len(raw))
+
+
+async def _read_json(request: Request, limits: LimitsConfig) -> bytes:
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() not in ("", "identity"):
         raise unsupported_media_type("Content-Encoding is not supported; send the body as it is")
@@ -28,7 +56,7 @@ async def read_document(request: Request, limits: LimitsConfig) -> dict[str, Any
         raise invalid_json("The request body is empty; it must be a JSON object")
     if media_type is None:
         _check_type("")
-    return read_object(body)
+    return body
 
 
 def _check_type(media_type: str) -> None:

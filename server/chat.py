@@ -6,19 +6,21 @@ The prompt of a chat is made here and nowhere else, so /tokenize shows exactly w
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
-from .chat_answer import ChatRenderer
-from .chat_formats import StartState
-from .chat_messages import InvalidMessagesError, Message
+from .bodies import Body
+from .chat_formats import ChatFormat, StartState
+from .chat_messages import InvalidMessagesError
 from .chat_protocol import ChatMessage, ChatPromptFields, ChatRequest
 from .chat_request import mark_prefill
-from .completions import TAIL, end_rules, in_thread_if_long
+from .completions import TAIL, end_rules
 from .detokenizer import Detokenizer
 from .errors import invalid_value, unsupported
-from .generation import Choice, Plan
+from .generation import Choice
+from .long_text import in_thread_if_long
+from .prompt_runs import Run
 from .sampling import OutputShape, asked_tokens, check_sampling, child_seed, resolve
 from .sequence import ChoiceText, EndRules
 from .service import Service
@@ -32,40 +34,61 @@ class ChatPrompt:
     start: StartState
     tools: list[dict[str, Any]]
 
+    @property
+    def call_key(self) -> str:
+        """Names the calls of this prompt's answers: other turns of the chat have other prompts."""
+        return hashlib.blake2b(repr(self.ids).encode(), digest_size=8).hexdigest()
+
+
+class PreparedChat(NamedTuple):
+    """A request after all checks: its prompt and its n choices."""
+
+    request: ChatRequest
+    prompt: ChatPrompt
+    choices: list[Choice]
+
 
 async def encode_chat(
     service: Service,
+    body: Body[Any],
     fields: ChatPromptFields,
     items: Sequence[ChatMessage],
-    document: dict[str, Any],
     asked: int | None = None,
 ) -> ChatPrompt:
-    """The prompt of a chat; `document` is the body, whose tools the model sees as they were sent.
+    """The prompt of a chat; the model sees the tools of the body as they were sent.
 
     Raises ApiError for messages that cannot be encoded or cannot fit.
     """
     chat_format = service.chat_format
     if chat_format is None:
         raise unsupported("messages", "the checkpoint has no chat format; use /v1/completions")
+    tools = _tools(fields, body.document)
+
+    def encode() -> ChatPrompt:
+        runs = _runs(chat_format, fields, items, tools)
+        # What was left out of the prompt, such as old thoughts, does not count.
+        characters = sum(len(run) for run in runs if isinstance(run, str))
+        service.check_fits("messages", characters, asked)
+        ids = service.tokenizer.encode_runs(runs)
+        return ChatPrompt(ids, chat_format.start(runs), tools)
+
+    return await in_thread_if_long(body.size, encode)
+
+
+def _runs(
+    chat_format: ChatFormat,
+    fields: ChatPromptFields,
+    items: Sequence[ChatMessage],
+    tools: Sequence[dict[str, Any]],
+) -> list[Run]:
     messages = [item.convert(index) for index, item in enumerate(items)]
-    characters = sum(map(_size, messages))
-    if not service.tokenizer.could_fit(characters, service.max_tokens):
-        service.check_fits("messages", "".join(m.content or "" for m in messages), asked)
-    tools = _tools(fields, document)
     thinking = fields.wants_thinking(chat_format.default_thinking)
     adds_prompt = fields.add_generation_prompt
     try:
         messages = mark_prefill(messages, fields.continue_final_message, adds_prompt)
-        runs = chat_format.encode(messages, tools, thinking, adds_prompt is not False)
+        return chat_format.encode(messages, tools, thinking, adds_prompt is not False)
     except InvalidMessagesError as error:
         raise invalid_value(error.param, f"{error.param}: {error}") from None
-    ids = await in_thread_if_long(characters, service.tokenizer.encode_runs, runs)
-    return ChatPrompt(ids, chat_format.start(runs), tools)
-
-
-def _size(message: Message) -> int:
-    arguments = sum(len(call.arguments) for call in message.tool_calls)
-    return len(message.content or "") + arguments
 
 
 def _tools(fields: ChatPromptFields, document: dict[str, Any]) -> list[dict[str, Any]]:
@@ -82,10 +105,9 @@ def _tools(fields: ChatPromptFields, document: dict[str, Any]) -> list[dict[str,
     ]
 
 
-async def plan_chat(
-    service: Service, request: ChatRequest, document: dict[str, Any], answer_id: str
-) -> Plan:
+async def prepare_chat(service: Service, body: Body[ChatRequest]) -> PreparedChat:
     """Check everything about a request and encode it; raises ApiError."""
+    request = body.fields
     info = service.info
     service.check_model(request.model)
     check_sampling(request, info.vocab_size)
@@ -95,7 +117,7 @@ async def plan_chat(
     asked = asked_tokens(request)
     if asked == 0:
         raise invalid_value("max_tokens", "max_tokens must be at least 1")
-    prompt = await encode_chat(service, request, request.messages, document, asked)
+    prompt = await encode_chat(service, body, request, request.messages, asked)
     max_tokens = service.output_limit("messages", len(prompt.ids), asked, None)
     if request.min_tokens > max_tokens:
         raise invalid_value(
@@ -117,14 +139,7 @@ async def plan_chat(
         )
         for child in range(request.n)
     ]
-    options = request.stream_options
-    return Plan(
-        id=answer_id,
-        choices=choices,
-        renderer=ChatRenderer(service, request, prompt.ids, answer_id, _call_key(prompt.ids)),
-        include_usage=options is not None and options.include_usage,
-        continuous_usage=options is not None and options.continuous_usage_stats,
-    )
+    return PreparedChat(request, prompt, choices)
 
 
 def _choice_text(
@@ -146,8 +161,3 @@ def _choice_text(
         rules,
         thinking=separate and prompt.start == "reasoning",
     )
-
-
-def _call_key(prompt_ids: Sequence[int]) -> str:
-    """Names the calls of this prompt's answers: other turns of the chat have other prompts."""
-    return hashlib.blake2b(repr(prompt_ids).encode(), digest_size=8).hexdigest()

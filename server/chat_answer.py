@@ -19,6 +19,7 @@ from .answers import (
     Delta,
     DeltaChoice,
 )
+from .chat import ChatPrompt
 from .chat_protocol import ChatRequest
 from .logprobs import chat_logprobs, prompt_logprobs
 from .parsers.events import CallArgs, CallStart
@@ -33,15 +34,14 @@ class ChatRenderer:
         self,
         service: Service,
         request: ChatRequest,
-        prompt_ids: list[int],
+        prompt: ChatPrompt,
         answer_id: str,
-        call_key: str,
     ) -> None:
         self._tokenizer = service.tokenizer
         self._request = request
-        self._prompt_ids = prompt_ids
+        self._prompt_ids = prompt.ids
         self._id = answer_id
-        self._call_key = call_key
+        self._call_key = prompt.call_key
         self._model = service.model_name
         self._created = int(time.time())
 
@@ -84,7 +84,7 @@ class ChatRenderer:
             shows = shows or bool(update.token_ids)
         return self._chunk(choice) if shows else None
 
-    def whole(self, updates: list[Update]) -> Answer:
+    def whole(self, updates: Sequence[Update]) -> Answer:
         answer = self.bare()
         answer.choices = [self._whole(index, update) for index, update in enumerate(updates)]
         if self._request.return_token_ids:

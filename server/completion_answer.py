@@ -65,7 +65,7 @@ class CompletionRenderer:
             return None
         return self._answer(self._choice(index, update))
 
-    def whole(self, updates: list[Update]) -> Answer:
+    def whole(self, updates: Sequence[Update]) -> Answer:
         answer = self.bare()
         answer.choices = [self._choice(index, update) for index, update in enumerate(updates)]
         return answer

@@ -3,25 +3,26 @@
 Every prompt has n choices; choice k of prompt p has index p * n + k.
 """
 
-import asyncio
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
+from .bodies import Body
 from .chat_encoding import BOS
-from .completion_answer import CompletionRenderer, Prompt
+from .completion_answer import Prompt
 from .detokenizer import Detokenizer
-from .errors import invalid_value, unsupported
-from .generation import Choice, Plan
+from .errors import context_length_exceeded, invalid_value, unsupported
+from .generation import Choice
+from .long_text import in_thread_if_long
 from .prompt_runs import Control
 from .protocol import CompletionRequest
 from .sampling import OutputShape, asked_tokens, check_sampling, child_seed, resolve
 from .sequence import ChoiceText, EndRules, RawText
 from .service import Service
+from .tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
-LONG_TEXT = 4096
-"""Characters from which on a text is encoded in a thread, so that it delays nobody else."""
 TAIL = 8
 """Ids of a prompt that are enough to finish a character it ends in."""
 
@@ -30,16 +31,24 @@ FIM_HOLE = Control("<｜fim▁hole｜>")
 FIM_END = Control("<｜fim▁end｜>")
 
 
-async def plan_completion(service: Service, request: CompletionRequest, answer_id: str) -> Plan:
+class PreparedCompletion(NamedTuple):
+    """A request after all checks: its prompts, and n choices for each."""
+
+    request: CompletionRequest
+    prompts: list[Prompt]
+    choices: list[Choice]
+
+
+async def prepare_completion(service: Service, body: Body[CompletionRequest]) -> PreparedCompletion:
     """Check everything about a request and encode it; raises ApiError."""
-    vocab_size = service.info.vocab_size
+    request = body.fields
     service.check_model(request.model)
-    check_sampling(request, vocab_size)
+    check_sampling(request, service.info.vocab_size)
     service.check_sequences(len(request.prompt), request.n)
     asked = asked_tokens(request)
     if asked == 0 and not request.echo:
         raise invalid_value("max_tokens", "max_tokens 0 needs echo")
-    prompts = [await _encode(service, request, prompt, asked) for prompt in request.prompt]
+    prompts = await in_thread_if_long(body.size, _encode_all, service, request, asked)
     budget = service.config.limits.max_request_tokens
     if sum(len(prompt.ids) for prompt in prompts) > budget:
         raise invalid_value("prompt", f"the prompts hold more than {budget} tokens together")
@@ -48,15 +57,7 @@ async def plan_completion(service: Service, request: CompletionRequest, answer_i
     choices = []
     for prompt in prompts:
         choices += _choices(service, request, prompt, rules, seed)
-    options = request.stream_options
-    return Plan(
-        id=answer_id,
-        choices=choices,
-        renderer=CompletionRenderer(service, request, prompts, answer_id),
-        num_prompts=len(prompts),
-        include_usage=options is not None and options.include_usage,
-        continuous_usage=options is not None and options.continuous_usage_stats,
-    )
+    return PreparedCompletion(request, prompts, choices)
 
 
 def _choices(
@@ -96,34 +97,54 @@ def end_rules(request: Any) -> EndRules:
     )
 
 
-async def _encode(
-    service: Service, request: CompletionRequest, prompt: str | list[int], asked: int | None
+def _encode_all(service: Service, request: CompletionRequest, asked: int | None) -> list[Prompt]:
+    return [
+        _encode_ids(service, request, prompt, asked)
+        if isinstance(prompt, list)
+        else _encode_text(service, request, prompt, asked)
+        for prompt in request.prompt
+    ]
+
+
+def _encode_ids(
+    service: Service, request: CompletionRequest, prompt: list[int], asked: int | None
+) -> Prompt:
+    if request.suffix:
+        raise invalid_value("suffix", "suffix needs a prompt that is text")
+    limit = service.info.vocab_size
+    if min(prompt) < 0 or max(prompt) >= limit:
+        raise invalid_value("prompt", f"token ids run from 0 to {limit - 1}")
+    if len(prompt) > service.max_tokens:
+        raise context_length_exceeded("prompt", service.max_tokens, str(len(prompt)), asked)
+    if not request.echo:
+        return Prompt(prompt, "", [])
+    detokenizer = Detokenizer(service.tokenizer, (), request.skip_special_tokens)
+    text = detokenizer.push(prompt) + detokenizer.flush()
+    return Prompt(prompt, text, [0, *detokenizer.token_ends[:-1]])
+
+
+def _encode_text(
+    service: Service, request: CompletionRequest, prompt: str, asked: int | None
 ) -> Prompt:
     tokenizer = service.tokenizer
-    if isinstance(prompt, list):
-        if request.suffix:
-            raise invalid_value("suffix", "suffix needs a prompt that is text")
-        limit = service.info.vocab_size
-        if min(prompt) < 0 or max(prompt) >= limit:
-            raise invalid_value("prompt", f"token ids run from 0 to {limit - 1}")
-        detokenizer = Detokenizer(tokenizer, (), request.skip_special_tokens)
-        text = detokenizer.push(prompt) + detokenizer.flush() if request.echo else ""
-        return Prompt(prompt, text, [0, *detokenizer.token_ends[:-1]])
-    service.check_fits("prompt", prompt + request.suffix, asked)
+    service.check_fits("prompt", len(prompt) + len(request.suffix), asked)
     if request.suffix:
         return Prompt(_fill_in(service, request, prompt), prompt, [])
-    ids = await in_thread_if_long(
-        len(prompt), tokenizer.encode_text, prompt, request.add_special_tokens
-    )
+    ids = tokenizer.encode_text(prompt, request.add_special_tokens)
     if not ids:
         raise invalid_value("prompt", "the prompt holds no tokens")
+    if not request.echo:
+        return Prompt(ids, "", [])
+    return Prompt(ids, prompt, _text_offsets(tokenizer, ids, prompt))
+
+
+def _text_offsets(tokenizer: Tokenizer, ids: Sequence[int], prompt: str) -> list[int]:
+    """Where the text of each token begins in the prompt."""
     detokenizer = Detokenizer(tokenizer)
-    if request.echo:
-        detokenizer.push(ids)
+    detokenizer.push(ids)
     # BOS was put in front of the text: it shows nothing.
     lead = max(0, (detokenizer.token_ends or [0])[-1] - len(prompt))
-    offsets = [max(0, end - lead) for end in (0, *detokenizer.token_ends[:-1])]
-    return Prompt(ids, prompt, offsets)
+    return [max(0, end - lead) for end in (0, *detokenizer.token_ends[:-1])]
 
 
 def _fill_in(service: Service, request: CompletionRequest, prompt: str) -> list[int]:
@@ -136,10 +157,3 @@ def _fill_in(service: Service, request: CompletionRequest, prompt: str) -> list[
         return service.tokenizer.encode_runs(runs)
     except ValueError as error:
         raise unsupported("suffix", f"suffix cannot be served: {error}") from None
-
-
-async def in_thread_if_long(size: int, work: Any, *arguments: Any) -> Any:
-    """`work(*arguments)`, in a thread where it may take long."""
-    if size < LONG_TEXT:
-        return work(*arguments)
-    return await asyncio.to_thread(work, *arguments)

@@ -1,23 +1,27 @@
 """The routes that run the model: both generating ones and the abort of what they started."""
 
-from typing import Any
+from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel
 
-from .answers import encode
-from .bodies import read_document
-from .chat import plan_chat
+from .bodies import Body, read_body
+from .chat import prepare_chat
+from .chat_answer import ChatRenderer
 from .chat_protocol import AbortRequest, ChatRequest
-from .completions import plan_completion
+from .completion_answer import CompletionRenderer
+from .completions import prepare_completion
 from .engine_client import Health
 from .errors import ApiError, invalid_value, unavailable
-from .generation import Plan, chunks, whole_answer
+from .generation import Plan, streamed_answer, whole_answer
+from .openai_stream import OpenAIStream
 from .protocol import CompletionRequest
 from .service import Service
-from .sse import EventStream, events, while_connected
-from .validation import validate
+from .sse import EventStream, while_connected
 
 JSON = "application/json"
+
+_Fields = TypeVar("_Fields", bound=BaseModel)
 
 
 def generating_routes(service: Service) -> APIRouter:
@@ -25,20 +29,24 @@ def generating_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     async def chat(request: Request) -> Response:
-        document = await _document(service, request)
-        body = validate(ChatRequest, document)
-        plan = await plan_chat(service, body, document, _answer_id(service, request, "chatcmpl"))
-        return await _run(service, request, plan, body.stream)
+        prepared = await prepare_chat(service, await _body(service, request, ChatRequest))
+        fields, answer_id = prepared.request, _answer_id(service, request, "chatcmpl")
+        objects = ChatRenderer(service, fields, prepared.prompt, answer_id)
+        renderer = OpenAIStream(objects, fields.stream_options)
+        plan = Plan(answer_id, prepared.choices, renderer)
+        return await _run(service, request, plan, fields.stream)
 
     async def completions(request: Request) -> Response:
-        document = await _document(service, request)
-        body = validate(CompletionRequest, document)
-        plan = await plan_completion(service, body, _answer_id(service, request, "cmpl"))
-        return await _run(service, request, plan, body.stream)
+        body = await _body(service, request, CompletionRequest)
+        prepared = await prepare_completion(service, body)
+        fields, answer_id = prepared.request, _answer_id(service, request, "cmpl")
+        objects = CompletionRenderer(service, fields, prepared.prompts, answer_id)
+        renderer = OpenAIStream(objects, fields.stream_options)
+        plan = Plan(answer_id, prepared.choices, renderer, len(prepared.prompts))
+        return await _run(service, request, plan, fields.stream)
 
     async def abort(request: Request) -> Response:
-        document = await read_document(request, service.config.limits)
-        body = validate(AbortRequest, document)
+        body = (await read_body(request, service.config.limits, AbortRequest)).fields
         if body.all == (body.request_id is not None):
             raise invalid_value("request_id", "give either request_id or all, and not both")
         found = [
@@ -65,11 +73,11 @@ def encode_count(aborted: int) -> bytes:
     return b'{"aborted":%d}' % aborted
 
 
-async def _document(service: Service, request: Request) -> dict[str, Any]:
+async def _body(service: Service, request: Request, model: type[_Fields]) -> Body[_Fields]:
     health = service.client.health
     if health is not Health.READY:
         raise unavailable(health.value)
-    return await read_document(request, service.config.limits)
+    return await read_body(request, service.config.limits, model)
 
 
 def _answer_id(service: Service, request: Request, prefix: str) -> str:
@@ -79,9 +87,9 @@ def _answer_id(service: Service, request: Request, prefix: str) -> str:
 async def _run(service: Service, request: Request, plan: Plan, stream: bool) -> Response:
     generation = service.launch(plan)
     if stream:
-        return EventStream(events(chunks(generation)), lambda: service.land(generation))
+        return EventStream(streamed_answer(generation), lambda: service.land(generation))
     try:
         answer = await while_connected(request.receive, whole_answer(generation))
     finally:
         service.land(generation)
-    return Response(encode(answer), media_type=JSON)
+    return Response(answer, media_type=JSON)

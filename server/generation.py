@@ -4,17 +4,27 @@ Whatever way a request ends (its text, a stop, an abort, a client that left, a d
 engine hears of every sequence that it still works on, once.
 """
 
+import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from msgspec import Struct
+
 from ..configs.sampling import SamplingParams
-from .answers import Answer, Usage, count_usage
+from .answers import Usage, count_usage, encode
 from .engine_client import EngineCall, EngineClient, fault_of
+from .errors import ApiError, internal
+from .long_text import in_thread_if_long
 from .metrics import Metrics, RequestTimes
 from .sequence import ChoiceText, Update, join_updates
+
+SCORE_CHARACTERS = 20
+"""What writing the scores of one token costs, in characters of text."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -27,22 +37,29 @@ class Choice:
 
 
 class Renderer(Protocol):
-    """Writes updates in the shape of one route."""
+    """Writes a request's updates in the shape of one route.
 
-    def opening(self) -> list[Answer]:
-        """Chunks that come before the first token."""
+    The pieces of a stream are bytes as they are sent; the counts are those up to now.
+    """
+
+    def opening(self, count: Callable[[], Usage]) -> bytes:
+        """What comes before the first token."""
         ...
 
-    def chunk(self, index: int, update: Update) -> Answer | None:
-        """The chunk of an update; None where it has nothing to show."""
+    def step(self, updates: Mapping[int, Update], count: Callable[[], Usage]) -> bytes:
+        """What one step of the engine added, by the index of the choice."""
         ...
 
-    def whole(self, updates: list[Update]) -> Answer:
+    def closing(self, count: Callable[[], Usage]) -> bytes:
+        """What comes behind the end of every choice."""
+        ...
+
+    def failure(self, error: ApiError) -> bytes:
+        """What comes instead of the rest."""
+        ...
+
+    def whole(self, updates: Sequence[Update], usage: Usage) -> Struct:
         """The answer that is not streamed, from one joined update a choice."""
-        ...
-
-    def bare(self) -> Answer:
-        """A chunk without choices, for the usage."""
         ...
 
 
@@ -57,8 +74,6 @@ class Plan:
     choices: list[Choice]
     renderer: Renderer
     num_prompts: int = 1
-    include_usage: bool = False
-    continuous_usage: bool = False
 
 
 class Generation:
@@ -134,33 +149,35 @@ class Generation:
         )
 
 
-async def whole_answer(generation: Generation) -> Answer:
-    """The answer that is not streamed."""
+async def whole_answer(generation: Generation) -> bytes:
+    """The answer that is not streamed, as JSON."""
     collected: list[list[Update]] = [[] for _ in generation.plan.choices]
+    num_scored = 0
     async for updates in generation.updates():
         for index, update in updates.items():
             collected[index].append(update)
-    answer = generation.plan.renderer.whole([join_updates(updates) for updates in collected])
-    answer.usage = generation.usage()
-    return answer
+            num_scored += len(update.logprobs) + len(update.prompt_logprobs or ())
+    renderer, usage = generation.plan.renderer, generation.usage()
+
+    def write() -> bytes:
+        return encode(renderer.whole([join_updates(updates) for updates in collected], usage))
+
+    return await in_thread_if_long(num_scored * SCORE_CHARACTERS, write)
 
 
-async def chunks(generation: Generation) -> AsyncIterator[list[Answer]]:
-    """The chunks of a stream, those of one step together."""
-    plan = generation.plan
-    opening = plan.renderer.opening()
-    if plan.continuous_usage:
-        for chunk in opening:
-            chunk.usage = generation.usage()
-    yield opening
-    async for updates in generation.updates():
-        made = (plan.renderer.chunk(index, update) for index, update in updates.items())
-        step = [chunk for chunk in made if chunk is not None]
-        if plan.continuous_usage:
-            for chunk in step:
-                chunk.usage = generation.usage()
-        yield step
-    if plan.include_usage:
-        last = plan.renderer.bare()
-        last.usage = generation.usage()
-        yield [last]
+async def streamed_answer(generation: Generation) -> AsyncIterator[bytes]:
+    """The bytes of a stream, one piece for each step of the engine; failures are part of it."""
+    renderer = generation.plan.renderer
+    try:
+        yield renderer.opening(generation.usage)
+        async for updates in generation.updates():
+            num_scored = sum(len(update.prompt_logprobs or ()) for update in updates.values())
+            yield await in_thread_if_long(
+                num_scored * SCORE_CHARACTERS, renderer.step, updates, generation.usage
+            )
+        yield renderer.closing(generation.usage)
+    except ApiError as error:
+        yield renderer.failure(error)
+    except Exception:
+        _log.exception("a stream failed")
+        yield renderer.failure(internal())

@@ -56,6 +56,12 @@ class _GuardedProtocol(HttpToolsProtocol):
             self._head_bytes += len(data)
             self._check_head()
 
+    def eof_received(self) -> None:
+        """The client sends no more: half a request is told so, a whole one ends with it."""
+        is_idle = self.cycle is None or self.cycle.response_complete
+        if self._in_head or not is_idle:
+            self._refuse(400, "The connection was closed before the request was complete")
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = True
@@ -96,9 +102,16 @@ class _GuardedProtocol(HttpToolsProtocol):
         self._stop_timer()
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete:
+        if self._is_unanswered():
             self.transport.write(_response(ApiError(status, message)))
         self.transport.close()
+
+    def _is_unanswered(self) -> bool:
+        """Whether the client waits for an answer to the request that is still on its way."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete:
+            return True
+        return cycle.more_body and not cycle.response_started and not self.pipeline
 
 
 def _response(error: ApiError) -> bytes:

@@ -60,9 +60,9 @@ class Service:
                 "sequences that one request may have",
             )
 
-    def check_fits(self, param: str, text: str, asked: int | None) -> None:
+    def check_fits(self, param: str, num_characters: int, asked: int | None) -> None:
         """Raise ApiError 400 for a text that is too long whatever its tokens are."""
-        if not self.tokenizer.could_fit(len(text), self.max_tokens):
+        if not self.tokenizer.could_fit(num_characters, self.max_tokens):
             more = f"more than {self.max_tokens}"
             raise context_length_exceeded(param, self.max_tokens, more, asked)
 

@@ -7,16 +7,15 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from .bodies import read_document
+from .bodies import Body, read_body
 from .chat import encode_chat
 from .chat_protocol import DetokenizeRequest, TokenizeRequest
-from .completions import in_thread_if_long
 from .engine_client import Health
 from .errors import invalid_value, model_not_found, unsupported
+from .long_text import in_thread_if_long
 from .metrics import CONTENT_TYPE
 from .server_info import describe
 from .service import Service
-from .validation import validate
 
 JSON = "application/json"
 _PAGE = Path(__file__).with_name("static") / "index.html"
@@ -116,41 +115,47 @@ class _Tokens:
         self._service = service
 
     async def tokenize(self, request: Request) -> Response:
-        document = await read_document(request, self._service.config.limits)
-        body = validate(TokenizeRequest, document)
-        self._service.check_model(body.model)
-        given = [name for name in ("prompt", "content", "messages") if document.get(name)]
+        body = await read_body(request, self._service.config.limits, TokenizeRequest)
+        fields, tokenizer = body.fields, self._service.tokenizer
+        self._service.check_model(fields.model)
+        given = [name for name in ("prompt", "content", "messages") if body.document.get(name)]
         if len(given) > 1:
             raise invalid_value(given[1], f"{' and '.join(given)} do not go together")
-        ids = await self._ids(body, document)
+        ids = await self._ids(body)
         answer: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": self._service.max_tokens,
             "tokens": ids,
         }
-        if body.return_token_strs:
-            answer["token_strs"] = [self._service.tokenizer.token_text(i) for i in ids]
+        if fields.return_token_strs:
+            answer["token_strs"] = await in_thread_if_long(
+                body.size, lambda: [tokenizer.token_text(i) for i in ids]
+            )
         return _answer(answer)
 
-    async def _ids(self, body: TokenizeRequest, document: dict[str, Any]) -> list[int]:
-        service = self._service
-        if body.messages:
-            if not body.add_special_tokens:
+    async def _ids(self, body: Body[TokenizeRequest]) -> list[int]:
+        service, fields = self._service, body.fields
+        if fields.messages:
+            if not fields.add_special_tokens:
                 raise unsupported("add_special_tokens", "a chat's prompt has its special tokens")
-            return (await encode_chat(service, body, body.messages, document)).ids
-        text = body.content if body.prompt is None else body.prompt
+            return (await encode_chat(service, body, fields, fields.messages)).ids
+        text = fields.content if fields.prompt is None else fields.prompt
         if text is None:
             raise invalid_value("prompt", "prompt or messages is required")
-        service.check_fits("prompt", text, None)
+        service.check_fits("prompt", len(text), None)
         return await in_thread_if_long(
-            len(text), service.tokenizer.encode_text, text, body.add_special_tokens
+            len(text), service.tokenizer.encode_text, text, fields.add_special_tokens
         )
 
     async def detokenize(self, request: Request) -> Response:
-        document = await read_document(request, self._service.config.limits)
-        body = validate(DetokenizeRequest, document)
-        self._service.check_model(body.model)
-        limit = self._service.info.vocab_size
-        if body.tokens and (min(body.tokens) < 0 or max(body.tokens) >= limit):
+        body = await read_body(request, self._service.config.limits, DetokenizeRequest)
+        self._service.check_model(body.fields.model)
+        return _answer({"prompt": await in_thread_if_long(body.size, self._text, body.fields)})
+
+    def _text(self, fields: DetokenizeRequest) -> str:
+        limit, most = self._service.info.vocab_size, self._service.config.limits.max_request_tokens
+        if len(fields.tokens) > most:
+            raise invalid_value("tokens", f"at most {most} ids are taken, not {len(fields.tokens)}")
+        if fields.tokens and (min(fields.tokens) < 0 or max(fields.tokens) >= limit):
             raise invalid_value("tokens", f"token ids run from 0 to {limit - 1}")
-        return _answer({"prompt": self._service.tokenizer.decode(body.tokens)})
+        return self._service.tokenizer.decode(fields.tokens)

@@ -1,48 +1,23 @@
-"""Server-sent events, and answers that stop working when their client leaves.
-
-No comment lines are written: some benchmark clients read every line as JSON. A failure behind the
-first byte becomes one event with the nested error object, then `[DONE]`: SDKs swallow a flat
-object, and a stream that merely stops looks like success.
-"""
+"""Server-sent events, and answers that stop working when their client leaves."""
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .answers import Answer, encode_event
-from .errors import ApiError, internal
-
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
-DONE = b"data: [DONE]\n\n"
 
-_log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 
 class ClientGone(Exception):
     """The client closed its connection before its answer was complete."""
-
-
-async def events(chunks: AsyncIterator[list[Answer]]) -> AsyncIterator[bytes]:
-    """The bytes of a stream, one piece for each step of the engine."""
-    try:
-        async for step in chunks:
-            if step:
-                yield b"".join(map(encode_event, step))
-    except ApiError as error:
-        yield b"data: " + error.body() + b"\n\n"
-    except Exception:
-        _log.exception("a stream failed")
-        yield b"data: " + internal().body() + b"\n\n"
-    yield DONE
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
@@ -87,5 +62,6 @@ class EventStream(Response):
     async def _send_all(self, send: Callable[[Any], Awaitable[None]]) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
         async for piece in self._pieces:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            if piece:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -93,7 +93,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The whole text of ids; ids without an entry (a padded vocabulary) show nothing."""
-        return self._full.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        # As when encoding, only the batch call lets other threads run meanwhile.
+        return self._full.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def token_text(self, token_id: int) -> str:
         """What one token shows alone; a part of a character shows as U+FFFD."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import re
 import socket
@@ -161,10 +162,43 @@ async def test_what_is_not_http_gets_an_error_of_our_shape(data):
         assert error_of(await exchange(port, data), 400)["message"]
 
 
+CHUNKED = head(b"content-type: application/json", b"transfer-encoding: chunked") + b"\r\n"
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [b"zz\r\n", b'5\r\n{"mes\r\n-1\r\n', b'5\r\n{"messages', b"\r\n", b"99999999999999999999\r\n"],
+)
+async def test_a_torn_chunked_body_gets_an_answer(chunks):
+    async with serving() as bed, listening(bed) as port:
+        error = error_of(await exchange(port, CHUNKED, chunks, pause=0.05), 400)
+        assert error["type"] == "invalid_request_error" and error["message"]
+        assert bed.engine.seen == []
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        CHUNKED + b'5\r\n{"mes\r\n',
+        head(b"content-type: application/json", b"content-length: 50") + b'\r\n{"mes',
+        b"POST /v1/chat/completions HTT",
+    ],
+)
+async def test_half_a_request_and_the_end_gets_an_answer(part):
+    async with serving() as bed, listening(bed) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(part)
+        await asyncio.sleep(0.05)
+        writer.write_eof()
+        answer = await asyncio.wait_for(reader.read(), 30)
+        writer.close()
+        assert "before the request was complete" in error_of(answer, 400)["message"]
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_abu_22_a_closed_connection_ends_the_request(stream):
     async with (
-        serving(lambda submit: [120] * 10**6, pace=0.005) as bed,
+        serving(lambda submit: itertools.repeat(120), pace=0.005) as bed,
         listening(bed) as port,
     ):
         body = json.dumps(HI | {"stream": stream}).encode()

@@ -250,6 +250,28 @@ async def test_one_id_twice_in_flight():
         assert all(name.startswith("chatcmpl-same") for name in ids)
 
 
+@pytest.mark.parametrize("length", [1, 6000])
+async def test_two_posts_with_one_id_get_their_own_answers(length):
+    """Also while their prompts are still encoded, which is when nothing is in flight yet."""
+    wide = msgspec.structs.replace(INFO, max_model_len=10**5, num_cache_tokens=10**5)
+    async with serving(lambda submit: [submit.prompt_ids[-1], EOS], info=wide) as bed:
+
+        async def ask(letter: str) -> dict:
+            body = {"prompt": letter * length, "max_tokens": 2}
+            headers = {"x-request-id": "same"}
+            return (await bed.client.post(COMPLETIONS, json=body, headers=headers)).json()
+
+        bed.engine.held = True
+        asking = asyncio.gather(*map(ask, "abcd"))
+        while len(bed.engine.submits) < 4:
+            await asyncio.sleep(0.005)
+        bed.engine.held = False
+        answers = await asking
+        last = [bed.tokenizer.decode(bed.ids(letter * length)[-1:]) for letter in "abcd"]
+        assert [answer["choices"][0]["text"] for answer in answers] == last
+        assert len({answer["id"] for answer in answers}) == 4
+
+
 async def test_api_97_abort():
     async with serving(lambda submit: [120] * 10**6, pace=0.005) as bed:
 
