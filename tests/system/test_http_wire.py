@@ -190,7 +190,7 @@ async def test_half_a_request_and_the_end_gets_an_answer(part):
         writer.write(part)
         await asyncio.sleep(0.05)
         writer.write_eof()
-        answer = await asyncio.wait_for(reader.read(), 30)
+        answer = await asyncio.wait_for(reader.read(), PATIENCE)
         writer.close()
         assert "before the request was complete" in error_of(answer, 400)["message"]
 
