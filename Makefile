@@ -41,6 +41,8 @@ train: dev
 	$(BIN)/python -m training --out build/tiny-dsa-first --seed 1 --minutes 8.2 --workers 14 --no-gates
 	$(BIN)/python -m training --resume build/tiny-dsa-first --out checkpoints/tiny-dsa \
 		--phases sparse:1 --lr 1.5e-3 --index-lr 4e-3 --seed 100001 --minutes 7.9 --workers 14
+	$(BIN)/python -m training --resume checkpoints/tiny-dsa --out checkpoints/tiny-dsa \
+		--phases drafts:1 --lr 1e-3 --index-lr 1e-3 --seed 200001 --minutes 2 --workers 14 --no-gates
 	$(BIN)/python -m benchmarks.tiny_dsa --device cuda --rows 12
 
 # Every phase in half a minute on a CPU; the gates cannot be passed, and its exit status says so.

@@ -28,12 +28,14 @@ PLAIN_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 Headers = Mapping[str, TensorInfo]
 
 
-def check_checkpoint(directory: Path, config: ModelConfig) -> dict[str, TensorInfo]:
+def check_checkpoint(
+    directory: Path, config: ModelConfig, *, with_mtp: bool = False
+) -> dict[str, TensorInfo]:
     """Compare the headers with what the configuration implies; reads no tensor data.
 
     Returns the tensors to load, fp8 scales included. Raises CheckpointError naming what is wrong.
     """
-    model = DeepseekModel(config, torch.float32, torch.device("meta"))
+    model = DeepseekModel(config, torch.float32, torch.device("meta"), with_mtp=with_mtp)
     needed = {name: entry.shape for name, entry in name_table(model).items()}
     found = read_headers(directory)
     shapes = unused_shapes(config) | needed
@@ -55,14 +57,19 @@ def check_checkpoint(directory: Path, config: ModelConfig) -> dict[str, TensorIn
 
 
 def load_model(
-    directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device
+    directory: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    with_mtp: bool = False,
 ) -> DeepseekModel:
     """Check the checkpoint, allocate the model once and fill it; fp8 weights are dequantised.
 
     Raises CheckpointError, also for a tensor that holds NaN or infinity.
     """
-    headers = check_checkpoint(directory, config)
-    model = DeepseekModel(config, dtype, device)
+    headers = check_checkpoint(directory, config, with_mtp=with_mtp)
+    model = DeepseekModel(config, dtype, device, with_mtp=with_mtp)
     table = name_table(model)
     names_of_file: dict[str, list[str]] = defaultdict(list)
     for name, info in headers.items():

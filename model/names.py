@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from .config import ModelConfig, MoeConfig
-from .deepseek import DecoderLayer, DeepseekModel
+from .deepseek import DeepseekModel
+from .layers.decoder import DecoderLayer
 from .layers.indexer import Indexer
 from .layers.linear import Allocator
 from .layers.mla import Mla
 from .layers.mlp import Mlp
 from .layers.moe import Moe
+from .layers.mtp import MtpLayer
 from .layers.rope import half_split_rows
 
 
@@ -55,14 +57,17 @@ def name_table(model: DeepseekModel) -> dict[str, Slice]:
         table.update([_whole("lm_head.weight", model.head.linear.weight_ED)])
     for index, layer in enumerate(model.layers):
         table.update(_layer(f"model.layers.{index}.", layer, model.config))
+    if model.mtp is not None:
+        table.update(_mtp(f"model.layers.{model.config.num_layers}.", model.mtp, model.config))
     return table
 
 
 def unused_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Tensors that a checkpoint may hold and this model does not read.
 
-    Those are multi-token-prediction layers (one is recognised even if the configuration says there
-    is none), the copy of a tied head, and rope tables that old checkpoints carry along.
+    Those are multi-token-prediction layers where they are not asked for (one is recognised even if
+    the configuration says there is none), their copies of embedding and head, the copy of a tied
+    head, and rope tables that old checkpoints carry along.
     """
     first = config.num_layers
     shapes: dict[str, tuple[int, ...]] = {}
@@ -76,24 +81,26 @@ def unused_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def mtp_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
-    """A decoder layer and what joins it to the next token's embedding (DeepSeek-V3, 2.2)."""
+    """The tensors of an MTP layer, with the copies of embedding and head that some carry."""
     prefix = f"model.layers.{index}."
-    allocate = Allocator(torch.float32, torch.device("meta"))
-    hidden, vocab = config.hidden_size, config.vocab_size
-    layer = DecoderLayer(config, index, config.moe is None, allocate)
-    shapes = {name: entry.shape for name, entry in _layer(prefix, layer, config)}
-    return shapes | {
-        f"{prefix}enorm.weight": (hidden,),
-        f"{prefix}hnorm.weight": (hidden,),
-        f"{prefix}eh_proj.weight": (hidden, 2 * hidden),
-        f"{prefix}shared_head.norm.weight": (hidden,),
-        f"{prefix}shared_head.head.weight": (vocab, hidden),
-        f"{prefix}embed_tokens.weight": (vocab, hidden),
+    layer = MtpLayer(config, Allocator(torch.float32, torch.device("meta")))
+    table = (config.vocab_size, config.hidden_size)
+    return {name: entry.shape for name, entry in _mtp(prefix, layer, config)} | {
+        f"{prefix}shared_head.head.weight": table,
+        f"{prefix}embed_tokens.weight": table,
     }
 
 
 def _whole(name: str, target: Tensor, rows: list[int] | None = None) -> Entry:
     return name, Slice(tuple(target.shape), target, None if rows is None else tuple(rows))
+
+
+def _mtp(prefix: str, mtp: MtpLayer, config: ModelConfig) -> Iterator[Entry]:
+    yield _whole(f"{prefix}enorm.weight", mtp.token_norm.weight_D)
+    yield _whole(f"{prefix}hnorm.weight", mtp.hidden_norm.weight_D)
+    yield _whole(f"{prefix}eh_proj.weight", mtp.join.weight_ED)
+    yield _whole(f"{prefix}shared_head.norm.weight", mtp.norm.weight_D)
+    yield from _layer(prefix, mtp.layer, config)
 
 
 def _layer(prefix: str, layer: DecoderLayer, config: ModelConfig) -> Iterator[Entry]:

@@ -25,32 +25,66 @@ class SampleInput:
         """Position of the token about to be chosen."""
         return len(self.prompt_ids) + len(self.output_ids)
 
+    def after(self, draft_ids: Sequence[int]) -> "SampleInput":
+        """The same request had these tokens been chosen: what its later rows are sampled with."""
+        if not draft_ids:
+            return self
+        return SampleInput(self.params, self.prompt_ids, [*self.output_ids, *draft_ids])
+
 
 @dataclass(slots=True)
 class SequenceInput:
     """One request's part of a step.
 
-    token_ids: the tokens computed now, a prompt chunk or one decode token.
+    token_ids: the tokens computed now: a prompt chunk, or the newest token and drafts behind it.
     context_len: tokens of the request cached before this step.
-    pages: its block table, reaching at least context_len + len(token_ids).
+    pages: its block table, reaching at least context_len + len(token_ids) + num_to_draft - 1.
     sample: None for a prompt chunk that is not the last.
-    prompt_targets: where prompt logprobs are wanted, the prompt token that follows each row; the
-        row that samples has none, so there may be one fewer than rows.
+    num_drafts: how many of the last token_ids are drafts; a token is sampled in each of their rows
+        and in the row before them.
+    num_to_draft: tokens to propose for the next step, 0 for none.
+    following_ids: the known token that follows each row, the sampled ones left out.
+    num_prompt_logprobs: alternatives to report beside each of following_ids; None: report nothing.
     """
 
     token_ids: Sequence[int]
     context_len: int
     pages: Sequence[int]
     sample: SampleInput | None
-    prompt_targets: Sequence[int] = ()
-    num_prompt_logprobs: int = 0
+    num_drafts: int = 0
+    num_to_draft: int = 0
+    following_ids: Sequence[int] = ()
+    num_prompt_logprobs: int | None = None
+
+    @property
+    def draft_ids(self) -> Sequence[int]:
+        return self.token_ids[len(self.token_ids) - self.num_drafts :]
 
 
 @dataclass(slots=True)
 class SequenceOutput:
-    """The sampled token, if one was asked for, and the scores asked for."""
+    """The tokens a step adds to a request, with the scores asked for.
 
-    token_id: int | None = None
-    logprobs: TokenLogprobs | None = None
+    token_ids: those sampled in consecutive rows, up to the first that differs from the draft of its
+        place; without drafts one or, where nothing was to be sampled, none. logprobs runs parallel
+        or is empty. draft_ids: proposals for what comes next.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    draft_ids: list[int] = field(default_factory=list)
     error: str | None = None
+
+
+def num_accepted(draft_ids: Sequence[int], sampled_ids: Sequence[int]) -> int:
+    """Drafts that are what was sampled in their place, up to the first that is not.
+
+    A token is drawn in every row as if the drafts before it were its history, from a number that
+    depends on seed and position alone. The accepted ones and the one behind them are therefore the
+    tokens that steps of one token would have drawn, at any temperature.
+    """
+    for count, (draft, sampled) in enumerate(zip(draft_ids, sampled_ids, strict=False)):
+        if draft != sampled:
+            return count
+    return len(draft_ids)

@@ -1,9 +1,10 @@
 """A step: which requests compute how many tokens together.
 
-A prompt chunk and a decode token differ only in how many tokens they bring and in whether they want
-a token sampled, so one list describes any mixture of them.
+A prompt chunk, a decode token and the k + 1 tokens of a verify step differ only in how many tokens
+they bring and in which of them want a token sampled, so one list describes any mixture of them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,19 +14,26 @@ from .request import Request
 class Work(NamedTuple):
     """One request's part of a step: its tokens start..start+num_tokens-1.
 
-    `samples` says whether the last of them is the request's newest token, so that the next one is
-    chosen from its logits.
+    `samples` says whether the request's newest token is among them, so that the next one is chosen
+    from its logits; `draft_ids`, guesses at the tokens behind it, are then the last ones computed.
+    `num_to_draft` guesses are wanted for the next step.
     """
 
     request: Request
     start: int
     num_tokens: int
     samples: bool
+    draft_ids: Sequence[int] = ()
+    num_to_draft: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Extends first, decodes after; false when there is nothing to compute."""
+    """Extends first, decodes after; false when there is nothing to compute.
+
+    Decodes bring equally many tokens each. One that can take fewer drafts than the others stands
+    among the extends.
+    """
 
     work: list[Work]
     num_extends: int

@@ -24,18 +24,16 @@ def launch(runner: Runner, step: Step) -> Sequence[SequenceOutput]:
 
 
 def _sequence(work: Work) -> SequenceInput:
-    request, start, num_tokens, samples = work
-    stop = start + num_tokens
-    params = request.params
-    sample = SampleInput(params, request.prompt_ids, request.output_ids) if samples else None
-    targets: Sequence[int] = ()
-    if request.wants_prompt_scores:
-        targets = request.prompt_ids[start + 1 : stop + 1]
+    request, params = work.request, work.request.params
+    start, num_known = work.start, work.num_tokens - len(work.draft_ids)
+    sample = SampleInput(params, request.prompt_ids, request.output_ids) if work.samples else None
     return SequenceInput(
-        token_ids=request.tokens(start, stop),
+        token_ids=[*request.tokens(start, start + num_known), *work.draft_ids],
         context_len=start,
         pages=request.table.pages,
         sample=sample,
-        prompt_targets=targets,
-        num_prompt_logprobs=params.prompt_logprobs or 0,
+        num_drafts=len(work.draft_ids),
+        num_to_draft=work.num_to_draft,
+        following_ids=request.tokens(start + 1, start + num_known + 1),
+        num_prompt_logprobs=params.prompt_logprobs if request.wants_prompt_scores else None,
     )

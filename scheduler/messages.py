@@ -45,7 +45,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     `token_ids`. `prompt_logprobs` arrives once, with the first token (or with the end of a request
     that asked for none): one entry per prompt token but the first. `error` explains
     `finish_reason="error"`; its kind tells a request that can never be served (400), one that came
-    when the queue was full (503), and one that the engine failed to compute (500).
+    when the queue was full (503), and one that the engine failed to compute (500). The counts of
+    verified and accepted drafts are those of the whole request and come with its last output.
     """
 
     request_id: str
@@ -55,6 +56,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
     error_kind: ErrorKind | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 class EngineStats(msgspec.Struct, frozen=True):

@@ -50,12 +50,17 @@ class Request:
 
     `arrival` orders requests by age. `num_tokens` counts prompt and outputs. Of those tokens the
     first `num_computed` are in the cache; the newest output never is before it was computed itself.
+    `draft_ids` are the model's guesses at what follows the newest output.
     """
 
     __slots__ = (
+        "__weakref__",
         "arrival",
+        "draft_ids",
         "finish_reason",
+        "num_accepted",
         "num_computed",
+        "num_drafted",
         "num_tokens",
         "output_ids",
         "params",
@@ -84,6 +89,9 @@ class Request:
         self.output_ids: list[int] = []
         self.num_tokens = len(prompt_ids)
         self.num_computed = 0
+        self.draft_ids: list[int] = []
+        self.num_drafted = 0
+        self.num_accepted = 0
         self.table = BlockTable(page_size)
         self.prompt_scores: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None
@@ -95,6 +103,11 @@ class Request:
         A request that asks for no tokens at all finishes when its scores are complete.
         """
         return self.params.prompt_logprobs is not None and not self.output_ids
+
+    @property
+    def newest(self) -> Sequence[int]:
+        """The last token, as a list of one."""
+        return self.tokens(self.num_tokens - 1, self.num_tokens)
 
     def tokens(self, start: int, stop: int) -> Sequence[int]:
         """Tokens start..stop-1 of prompt and outputs together."""
@@ -113,6 +126,7 @@ class Request:
         self._move(State.PREEMPTED)
         self.phase = Phase.EXTEND
         self.num_computed = 0
+        self.draft_ids = []
         if self.wants_prompt_scores:
             self.prompt_scores.clear()
 

@@ -21,6 +21,7 @@ from .batch import Step, Work
 from .messages import EngineStats, FinishReason, RequestOutput, Submit
 from .policy import FcfsQueue, age
 from .request import Phase, Request, State
+from .speculative import Speculation
 from .stats import Counters
 
 
@@ -28,7 +29,12 @@ class Scheduler:
     """Requests from `add` to their one final output, and the pages they hold meanwhile."""
 
     def __init__(
-        self, config: SchedulerConfig, cache: KvCache, max_model_len: int, vocab_size: int
+        self,
+        config: SchedulerConfig,
+        cache: KvCache,
+        max_model_len: int,
+        vocab_size: int,
+        speculation: Speculation | None = None,
     ) -> None:
         """`config.max_num_batched_tokens` must be resolved and cover every running request."""
         budget = config.max_num_batched_tokens
@@ -44,6 +50,7 @@ class Scheduler:
         self.queue = FcfsQueue()
         self._budget = budget
         self._config = config
+        self._speculation = speculation
         self._alive: dict[str, Request] = {}
         self._arrivals = 0
 
@@ -77,13 +84,16 @@ class Scheduler:
     def schedule(self) -> Step:
         """Form the next step: every decode, then prompt chunks as far as the budget goes."""
         decodes = self._decodes()
-        budget = self._budget - len(decodes)
+        budget = self._budget - sum(work.num_tokens for work in decodes)
         extends: list[Work] = []
         for request in self.running:
             if request.phase is Phase.EXTEND and budget > 0:
                 budget -= self._chunk(request, budget, extends)
         while budget > 0 and (request := self._admit()) is not None:
             budget -= self._chunk(request, budget, extends)
+        width = max((work.num_tokens for work in decodes), default=0)
+        extends += [work for work in decodes if work.num_tokens < width]
+        decodes = [work for work in decodes if work.num_tokens == width]
         return Step(extends + decodes, len(extends))
 
     def commit(self, step: Step, results: Sequence[SequenceOutput]) -> list[RequestOutput]:
@@ -92,14 +102,15 @@ class Scheduler:
         outputs = []
         for work, result in zip(step.work, results, strict=True):
             request = work.request
-            request.num_computed = work.start + work.num_tokens
             if result.error is not None:
                 outputs.append(self._end(request, "error", result.error))
                 continue
+            num_rejected = len(work.draft_ids) + 1 - len(result.token_ids) if work.samples else 0
+            request.num_computed = work.start + work.num_tokens - num_rejected
             if request.wants_prompt_scores:
                 request.prompt_scores.extend(result.prompt_logprobs)
             if work.samples:
-                outputs.append(self._take_token(request, result))
+                outputs.append(self._take_tokens(work, result))
             elif request.num_computed == request.num_tokens:
                 # Nothing was to be generated: the prompt's scores are the whole answer.
                 self.counters.num_prompt_tokens += request.num_tokens
@@ -129,7 +140,8 @@ class Scheduler:
         for request in self._alive.values():
             known = request.num_computed if request.phase is Phase.DECODE else request.num_tokens
             tokens = known if request.state is State.RUNNING else 0
-            if len(request.table.pages) != self.cache.pages_for(tokens):
+            most = self.cache.pages_for(tokens + self._reach + bool(self._reach)) if tokens else 0
+            if not self.cache.pages_for(tokens) <= len(request.table.pages) <= most:
                 raise RuntimeError(f"request {request.request_id} holds pages it does not need")
 
     def check_idle(self) -> None:
@@ -152,26 +164,57 @@ class Scheduler:
         )
 
     def _decodes(self) -> list[Work]:
-        """One token of every decoding request, oldest first; short pages cost the youngest its run.
+        """The newest token of every decoding request, and its drafts, oldest first.
+
+        Short pages cost the youngest its run; drafts are only taken where there is room for them.
 
         Victims are taken from the end of the list that is walked from the front, so none of them
         has work in this step yet.
         """
+        decoding = [request for request in self.running if request.phase is Phase.DECODE]
+        drafts = self._propose(decoding)
         works = []
-        for request in self.running:
-            if request.phase is Phase.DECODE:
-                start = request.num_computed
-                if start >= request.table.capacity and not self._make_room(request):
-                    break
-                works.append(Work(request, start, 1, True))
+        for request, guess in zip(decoding, drafts, strict=True):
+            start = request.num_computed
+            if start >= request.table.capacity and request.state is State.RUNNING:
+                self._make_room(request)
+            if request.state is not State.RUNNING:
+                break
+            draft_ids = guess[: self._room(request, start + 1, self._reach)]
+            stop = start + 1 + len(draft_ids)
+            ahead = self._num_to_draft(request, stop)
+            works.append(Work(request, start, stop - start, True, draft_ids, ahead))
         return works
 
-    def _make_room(self, request: Request) -> bool:
-        """Find a page for the next token; False if `request` itself had to give way."""
+    def _propose(self, decoding: Sequence[Request]) -> Sequence[Sequence[int]]:
+        if self._speculation is None:
+            return [()] * len(decoding)
+        return self._speculation.propose(decoding, self._budget)
+
+    @property
+    def _reach(self) -> int:
+        return 0 if self._speculation is None else self._speculation.reach
+
+    def _room(self, request: Request, stop: int, num_rows: int) -> int:
+        """Rows behind the first `stop` that guesses may be written to, at most `num_rows`.
+
+        Pages are taken for them while each running request could still take one.
+        """
+        wanted = min(stop + num_rows, self.limits.max_tokens)
+        if wanted > request.table.capacity:
+            self.cache.grow(request.table, wanted, spare=len(self.running))
+        return max(0, min(wanted, request.table.capacity) - stop)
+
+    def _num_to_draft(self, request: Request, stop: int) -> int:
+        """Guesses that the model shall make for the next step; all but the first need a row."""
+        ahead = 0 if self._speculation is None else self._speculation.num_ahead
+        return ahead and 1 + self._room(request, stop, ahead - 1)
+
+    def _make_room(self, request: Request) -> None:
+        """Find a page for the next token, unless `request` itself has to give way."""
         while not self.cache.grow(request.table, request.num_tokens):
             if self.preempt_youngest() is request:
-                return False
-        return True
+                return
 
     def _admit(self) -> Request | None:
         """Start the request at the head of the queue if a seat and its pages are free."""
@@ -190,28 +233,39 @@ class Scheduler:
         """Add the next chunk of an extending request; returns how many tokens it has."""
         start = request.num_computed
         size = min(request.num_tokens - start, budget)
-        last = start + size == request.num_tokens
-        extends.append(Work(request, start, size, last and request.params.max_tokens > 0))
+        samples = start + size == request.num_tokens and request.params.max_tokens > 0
+        ahead = self._num_to_draft(request, start + size) if samples else 0
+        extends.append(Work(request, start, size, samples, (), ahead))
         return size
 
-    def _take_token(self, request: Request, result: SequenceOutput) -> RequestOutput:
-        token = result.token_id
-        if token is None:
+    def _take_tokens(self, work: Work, result: SequenceOutput) -> RequestOutput:
+        """Append what was sampled up to the first token that ends the request."""
+        request = work.request
+        if not result.token_ids:
             raise RuntimeError(f"no token was sampled for request {request.request_id}")
         first = not request.output_ids
-        request.append(token)
-        self.counters.num_generation_tokens += 1
+        before, reason = len(request.output_ids), None
+        for token in result.token_ids:
+            request.append(token)
+            if (reason := self._finish_reason(request, token)) is not None:
+                break
+        token_ids = request.output_ids[before:]
+        self.counters.num_generation_tokens += len(token_ids)
         self.counters.num_prompt_tokens += len(request.prompt_ids) if first else 0
-        reason = self._finish_reason(request, token)
+        if self._speculation is not None:
+            self._speculation.count(work, min(len(result.token_ids) - 1, len(token_ids)))
+        request.draft_ids = result.draft_ids
         if reason is not None:
             self._retire(request, reason)
         wants_prompt = first and request.params.prompt_logprobs is not None
         return RequestOutput(
             request.request_id,
-            [token],
+            token_ids,
             reason,
-            None if result.logprobs is None else [result.logprobs],
+            result.logprobs[: len(token_ids)] or None,
             request.prompt_scores if wants_prompt else None,
+            num_drafted=request.num_drafted if reason else 0,
+            num_accepted=request.num_accepted if reason else 0,
         )
 
     def _finish_reason(self, request: Request, token: int) -> FinishReason | None:

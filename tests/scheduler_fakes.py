@@ -17,11 +17,12 @@ from minidsa.configs.logprobs import TokenLogprobs
 from minidsa.configs.sampling import SamplingParams
 from minidsa.kv_cache.cache import KvCache
 from minidsa.kv_cache.pool import PagePool
-from minidsa.model.sequence import NON_FINITE, SequenceInput, SequenceOutput
+from minidsa.model.sequence import NON_FINITE, SequenceInput, SequenceOutput, num_accepted
 from minidsa.scheduler.batch import Step
 from minidsa.scheduler.launch import launch
 from minidsa.scheduler.messages import RequestOutput, Submit
 from minidsa.scheduler.scheduler import Scheduler
+from minidsa.scheduler.speculative import Speculation
 from minidsa.scheduler.worker import serve
 
 VOCAB = 512
@@ -102,7 +103,7 @@ class FakeRunner:
         self.num_steps += 1
         self._misbehave()
         lengths = [len(s.token_ids) for s in sequences]
-        assert all(length == 1 for length in lengths[num_extends:])
+        assert len(set(lengths[num_extends:])) < 2, "decodes bring equally many tokens"
         self.batches.append(lengths)
         for sequence in sequences:
             for i, token in enumerate(sequence.token_ids, sequence.context_len):
@@ -130,16 +131,31 @@ class FakeRunner:
         stop = sequence.context_len + len(sequence.token_ids)
         seen = [self.slots[self._slot(sequence, i)] for i in range(stop)]
         assert POISON not in seen, "a row was read that nobody wrote"
-        tops = sequence.num_prompt_logprobs
-        prompt_logprobs = [score(token, tops) for token in sequence.prompt_targets]
+        output = SequenceOutput()
+        if (tops := sequence.num_prompt_logprobs) is not None:
+            output.prompt_logprobs = [score(token, tops) for token in sequence.following_ids]
         if sequence.sample is None:
-            return SequenceOutput(prompt_logprobs=prompt_logprobs)
-        if self.plan.poison_token in seen:
+            return output
+        known = stop - sequence.num_drafts
+        rows = [seen[:length] for length in range(known, stop + 1)]
+        sampled = [next_token(row) for row in rows if self.plan.poison_token not in row]
+        if not sampled:
             return SequenceOutput(error=NON_FINITE)
-        params = sequence.sample.params
-        token = next_token(seen)
-        top = params.logprobs
-        return SequenceOutput(token, None if top is None else score(token, top), prompt_logprobs)
+        output.token_ids = sampled[: num_accepted(sequence.draft_ids, sampled) + 1]
+        if (top := sequence.sample.params.logprobs) is not None:
+            output.logprobs = [score(token, top) for token in output.token_ids]
+        output.draft_ids = self._guess(sequence, seen[:known] + output.token_ids)
+        return output
+
+    def _guess(self, sequence: SequenceInput, tokens: list[int]) -> list[int]:
+        """The next tokens, every third of them wrong; all but the first need a row to feed on."""
+        guesses: list[int] = []
+        for i in range(sequence.num_to_draft):
+            if i:
+                self._slot(sequence, len(tokens) + i - 2)
+            token = next_token(tokens + guesses)
+            guesses.append(token if token % 3 else (token + 1) % VOCAB)
+        return guesses
 
 
 class PreemptingScheduler(Scheduler):
@@ -218,10 +234,13 @@ class Driver:
         max_model_len: int = 512,
         preempt_every: int = 0,
         plan: Plan | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         config = SchedulerConfig(max_num_seqs=seats, max_num_batched_tokens=budget, max_queue=queue)
         self.runner = FakeRunner(pages, page_size, plan)
-        self.scheduler = PreemptingScheduler(config, self.runner.cache(), max_model_len, VOCAB)
+        self.scheduler = PreemptingScheduler(
+            config, self.runner.cache(), max_model_len, VOCAB, speculation
+        )
         self.scheduler.every = preempt_every
         self.budget, self.seats, self.queue = budget, seats, queue
         self.ids: dict[str, list[int]] = {}

@@ -156,18 +156,23 @@ def attention_mass(bench: Bench, length: int) -> list[float]:
 
 
 @torch.no_grad()
-def draft_agreement(bench: Bench, length: int, mix: Mix, attend: Attend) -> float:
-    """How often the MTP layer's first draft is what the model says next, in assistant text."""
-    agreed = count = 0
+def draft_agreement(
+    bench: Bench, length: int, mix: Mix, attend: Attend, depth: int = 1
+) -> list[float]:
+    """How often the MTP layer's guesses are what the model says next, in assistant text.
+
+    One figure for each depth: the second guess feeds on the first, and so on.
+    """
+    agreed, count = [0] * depth, 0
     for tokens, weights in by_row(*bench.held_out(length, mix)):
-        out = bench.model(tokens[:, :-2], tokens[:, 1:-1], attend)
+        out = bench.model(tokens[:, :-2], tokens[:, 1:-1], attend, depth=depth)
         model = bench.model.lm_head(out.hidden).argmax(-1)[:, 1:]
-        assert out.draft is not None
-        draft = bench.model.lm_head(out.draft).argmax(-1)[:, :-1]
         mine = weights[:, 2:-1] == 1.0
-        agreed += int((model == draft)[mine].sum())
+        for number, hidden in enumerate(out.drafts):
+            draft = bench.model.lm_head(hidden).argmax(-1)[:, :-1]
+            agreed[number] += int((model == draft)[mine].sum())
         count += int(mine.sum())
-    return agreed / count
+    return [hits / count for hits in agreed]
 
 
 @torch.no_grad()
@@ -222,8 +227,8 @@ def measure(bench: Bench, note: Callable[[str], None] = print) -> dict[str, obje
         keep(f"needle_{short}_{style}", needle(bench, short, style, "sparse"))
     keep("attention_mass", attention_mass(bench, context))
     chat = Mix(recall=0.0, repetition=0.0, plain=0.0, tools=0.0, thought=0.0)
-    keep("draft_agreement_chat", draft_agreement(bench, short, chat, "sparse"))
-    keep("draft_agreement_all", draft_agreement(bench, context, Mix(), "sparse"))
+    keep("draft_agreement_chat", draft_agreement(bench, short, chat, "sparse", 4))
+    keep("draft_agreement_all", draft_agreement(bench, context, Mix(), "sparse", 4))
     return found
 
 
@@ -243,7 +248,7 @@ def gates(figures: dict, context: int) -> list[Gate]:
         Gate(f"needle recall at {short}", figures[f"needle_{short}_sparse"]["recall"], 0.95),
         Gate(f"needle recall at {long}", figures[f"needle_{long}_sparse"]["recall"], 0.80),
         Gate("attention mass, mean over layers", sum(mass) / len(mass), 0.85),
-        Gate("MTP agreement on chat", figures["draft_agreement_chat"], 0.70),
+        Gate("MTP agreement on chat", figures["draft_agreement_chat"][0], 0.70),
     ]
     for control in ("random", "window"):
         value = figures[f"needle_{long}_{control}"]["recall"]

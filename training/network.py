@@ -25,10 +25,13 @@ Report = tuple[Tensor, Tensor]
 
 @dataclass
 class Output:
-    """Hidden states [B, T, D] after the final norm, those of the MTP layer, and the reports."""
+    """Hidden states [B, T, D] after the final norm, those of the MTP layer, and the reports.
+
+    drafts[d]: row i guesses token i + 2 from hidden i - d and its own guesses of depth d - 1.
+    """
 
     hidden: Tensor
-    draft: Tensor | None
+    drafts: list[Tensor]
     reports: list[Report]
 
 
@@ -218,8 +221,12 @@ class TinyDsa(nn.Module):
         following: Tensor | None = None,
         attend: Attend = "dense",
         probe: Tensor | None = None,
+        depth: int = 1,
     ) -> Output:
-        """tokens [B, T]; `following`, the token after each of them, switches the MTP layer on."""
+        """tokens [B, T]; `following`, the token after each of them, switches the MTP layer on.
+
+        It then runs `depth` times, from the second on over what it gave for the row before.
+        """
         rope = (self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]])
         x = self.model.embed_tokens(tokens)
         *blocks, mtp = self.model.layers
@@ -227,11 +234,14 @@ class TinyDsa(nn.Module):
         for block in blocks:
             x, report = block(x, rope, attend, probe)
             reports.append(report)
-        hidden, draft = self.model.norm(x), None
+        hidden, drafts = self.model.norm(x), []
         if following is not None:
             assert isinstance(mtp, MtpBlock)
-            joined = mtp.join(self.model.embed_tokens(following), hidden)
-            joined, report = mtp(joined, rope, attend, probe)
-            reports.append(report)
-            draft = mtp.shared_head["norm"](joined)
-        return Output(hidden, draft, [r for r in reports if r is not None])
+            embedded, carried = self.model.embed_tokens(following), hidden
+            for number in range(depth):
+                joined = mtp.join(embedded, carried)
+                joined, report = mtp(joined, rope, attend, None if number else probe)
+                reports.append(report)
+                drafts.append(mtp.shared_head["norm"](joined))
+                carried = torch.cat([hidden[:, :1], drafts[-1][:, :-1]], dim=1)
+        return Output(hidden, drafts, [r for r in reports if r is not None])

@@ -1,10 +1,11 @@
-"""The training loop: dense, long, warm-up and sparse phases, each with its share of the time.
+"""The training loop: dense, long, warm-up, sparse and drafts, each with its share of the time.
 
 DeepSeek's order for V3.2: train with dense attention, fit the indexer to it while the model stands
 still, then train both with the selection switched on. Deviation: in the sparse phase the indexer is
 compared over all keys, on some queries of each row, instead of over the selected keys on all of
 them; it then also learns about the keys it missed. And the model is asked, with a small weight, to
-keep its attention inside the selection.
+keep its attention inside the selection. Last, with everything else at rest, the MTP layer learns to
+guess several tokens ahead, feeding on its own guesses, from what the model itself would say.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from .network import Attend, TinyDsa
 from .optim import build
 
 MTP_WEIGHT = 0.3
+DRAFT_DEPTH = 3
 # Weight of -log(mass): without it the early layers keep a thin attention over everything, which no
 # selection of top-k keys can hold.
 FOCUS_WEIGHT = 0.2
@@ -35,8 +37,8 @@ BIAS_RATE = 0.01
 class Phase:
     """One phase: how queries attend, what is read and what learns.
 
-    All phases have rows of one length, the context, so that each way to attend is compiled once;
-    the documents grow instead.
+    The compiled phases have rows of one length, the context, so that each way to attend is compiled
+    once; the documents grow instead. depth: how far the MTP layer guesses; above 1 it alone learns.
     """
 
     name: str
@@ -46,17 +48,20 @@ class Phase:
     learn_model: bool = True
     learn_indexer: bool = False
     token_share: float = 1.0
+    depth: int = 1
 
 
 def plan(context: int, extra: float) -> dict[str, Phase]:
     """The phases by name, for a context of so many tokens."""
     narrow = Mix(extra=extra, low=60, high=context // 4 - 100)
+    brief = Mix(recall=0.08, extra=extra, low=40, high=context // 16 - 60)
     wide = Mix(recall=0.16, repetition=0.04, talk=0.62, extra=extra, low=60, high=context - 300)
     return {
         "dense": Phase("dense", "dense", context, narrow),
         "long": Phase("long", "dense", context, wide),
         "warmup": Phase("warmup", "dense", context, wide, False, True, 0.5),
         "sparse": Phase("sparse", "sparse", context, wide, True, True, 0.5),
+        "drafts": Phase("drafts", "dense", context // 16, brief, False, True, depth=DRAFT_DEPTH),
     }
 
 
@@ -90,6 +95,18 @@ def weighted_loss(hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor)
     return (losses * weights.flatten()).sum() / weights.sum().clamp_min(1.0)
 
 
+def draft_loss(guess: Tensor, hidden: Tensor, head: Tensor, weights: Tensor) -> Tensor:
+    """Mean cross-entropy between what the model says of a token and what was guessed.
+
+    Of assistant text alone: nothing else is ever drafted.
+    """
+    mine = weights == 1.0
+    with torch.no_grad():
+        said = F.linear(hidden[mine], head).float().softmax(-1)
+    guessed = F.linear(guess[mine], head).float().log_softmax(-1)
+    return -(said * guessed).sum(-1).mean()
+
+
 def pick_queries(weights: Tensor, count: int) -> Tensor:
     """Positions at which the indexer is compared: answers much more often than context."""
     return torch.multinomial(weights + 0.2, min(count, weights.shape[1]), replacement=False)
@@ -118,21 +135,27 @@ class Trainer:
         count = max(2048 // len(tokens), 64)
         probe = pick_queries(weights[:, 1 : length + 1], count) if phase.learn_indexer else None
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            out = self.model(tokens[:, :length], tokens[:, 1:-1], phase.attend, probe)
+            out = self.model(
+                tokens[:, :length], tokens[:, 1:-1], phase.attend, probe, depth=phase.depth
+            )
             found: dict[str, Tensor] = {}
             total = torch.zeros((), device=self.device)
             head = self.model.lm_head.weight
             if phase.learn_model:
-                assert out.draft is not None
                 found["lm"] = self.loss(out.hidden, head, tokens[:, 1:-1], weights[:, 1:-1])
-                found["mtp"] = self.loss(out.draft, head, tokens[:, 2:], weights[:, 2:])
+                found["mtp"] = self.loss(out.drafts[0], head, tokens[:, 2:], weights[:, 2:])
                 total = found["lm"] + MTP_WEIGHT * found["mtp"]
+            for number, draft in enumerate(out.drafts, 1):
+                if phase.depth > 1:
+                    arguments = (draft[:, :-1], out.hidden[:, 1:], head, weights[:, 2:-1])
+                    found[f"draft{number}"] = draft_loss(*arguments)
+                    total = total + found[f"draft{number}"]
             if probe is not None:
                 found["kl"] = torch.stack([kl for kl, _ in out.reports]).sum()
                 mass = torch.stack([mass for _, mass in out.reports])
                 found["mass"] = mass.mean()
                 total = total + found["kl"]
-                if phase.learn_model:
+                if phase.learn_model or phase.depth > 1:
                     total = total - FOCUS_WEIGHT * mass.clamp_min(1e-4).log().mean()
         return {**found, "total": total}
 
@@ -166,7 +189,10 @@ class Trainer:
         """Let only the phase's parameters learn."""
         for name, param in self.model.named_parameters():
             indexer = "indexer" in name
-            param.requires_grad_(phase.learn_indexer if indexer else phase.learn_model)
+            learns = phase.learn_indexer if indexer else phase.learn_model
+            if phase.depth > 1:
+                learns = name.startswith(f"model.layers.{len(self.model.model.layers) - 1}.")
+            param.requires_grad_(learns)
 
     def run_phase(self, phase: Phase, until: float, max_steps: int) -> None:
         """Train until `progress` reaches `until` or the steps are done."""
@@ -182,7 +208,7 @@ class Trainer:
         )
         stream = batches(source, self.run.workers)
         self.model.train()
-        # The warm-up is over before its compilation would have paid.
+        # Warm-up and drafts are over before their compilation would have paid.
         stance = "default" if phase.learn_model else "force_eager"
         with torch.compiler.set_stance(stance):
             for number, found in enumerate(self.updates(phase, stream, until), 1):

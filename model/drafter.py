@@ -1,0 +1,94 @@
+"""Proposes the tokens that the next step will verify, with the model's own MTP layer.
+
+First the layer runs over all rows of the step, now that it is known what follows each of them: its
+rows in the cache are thereby those of verified tokens, whatever it had guessed there before. From
+the last true row it then goes on alone, a token at a time, feeding on its own guesses. Those rows
+are overwritten by the next step, so a rejected guess leaves nothing behind.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+from torch import Tensor
+
+from ..attention.base import AttentionBackend, Plan
+from ..kv_cache.storage import CacheStorage
+from .deepseek import DeepseekModel
+from .inputs import Span, attention_batch, to_tensor
+from .sequence import SequenceInput, SequenceOutput
+
+
+class MtpDrafter:
+    """Guesses greedily: a guess is accepted as often as the model itself draws it."""
+
+    def __init__(
+        self, model: DeepseekModel, backend: AttentionBackend, storage: CacheStorage
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._storage = storage
+
+    def propose(
+        self,
+        hidden_TD: Tensor,
+        plan: Plan,
+        sequences: Sequence[SequenceInput],
+        outputs: Sequence[SequenceOutput],
+    ) -> None:
+        """Write the layer's rows for all T tokens of a step and fill in `outputs[i].draft_ids`.
+
+        hidden_TD and plan are those of the step; `outputs` hold its sampled tokens.
+        """
+        following = list(chain.from_iterable(map(_following, sequences, outputs)))
+        next_ids_T = to_tensor(following, self._model.device)
+        hidden_TD = self._guess(next_ids_T, hidden_TD, plan)
+        rows, lengths, live = [], [], []
+        for end, sequence, output in zip(_ends(sequences), sequences, outputs, strict=True):
+            if sequence.num_to_draft and output.token_ids:
+                num_stale = len(sequence.draft_ids) + 1 - len(output.token_ids)
+                rows.append(end - num_stale - 1)
+                lengths.append(sequence.context_len + len(sequence.token_ids) - num_stale)
+                live.append((sequence, output))
+        if live:
+            hidden_ND = hidden_TD[to_tensor(rows, self._model.device)]
+            self._continue(hidden_ND, lengths, live)
+
+    def _continue(
+        self,
+        hidden_ND: Tensor,
+        lengths: Sequence[int],
+        live: Sequence[tuple[SequenceInput, SequenceOutput]],
+    ) -> None:
+        """Guess one token after the other; lengths: rows of each sequence that are in the cache."""
+        while True:
+            ids_N = self._model.logits(hidden_ND).argmax(dim=-1)
+            for (_, output), token_id in zip(live, ids_N.tolist(), strict=True):
+                output.draft_ids.append(token_id)
+            going = [i for i, (s, o) in enumerate(live) if len(o.draft_ids) < s.num_to_draft]
+            if not going:
+                return
+            if len(going) < len(live):
+                kept = to_tensor(going, self._model.device)
+                ids_N, hidden_ND = ids_N[kept], hidden_ND[kept]
+            live, lengths = [live[i] for i in going], [lengths[i] for i in going]
+            spans = [Span(n, 1, s.pages) for n, (s, _) in zip(lengths, live, strict=True)]
+            size, device = self._storage.page_size, self._model.device
+            plan = self._backend.plan(attention_batch(spans, 0, size, device))
+            hidden_ND = self._guess(ids_N, hidden_ND, plan)
+            lengths = [length + 1 for length in lengths]
+
+    def _guess(self, next_ids_T: Tensor, hidden_TD: Tensor, plan: Plan) -> Tensor:
+        return self._model.guess(next_ids_T, hidden_TD, plan, self._backend, self._storage)
+
+
+def _following(sequence: SequenceInput, output: SequenceOutput) -> list[int]:
+    """The token after each row; rows behind a rejected draft get any."""
+    ids = [*sequence.following_ids, *output.token_ids]
+    return ids + [0] * (len(sequence.token_ids) - len(ids))
+
+
+def _ends(sequences: Sequence[SequenceInput]) -> Iterator[int]:
+    end = 0
+    for sequence in sequences:
+        end += len(sequence.token_ids)
+        yield end

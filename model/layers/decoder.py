@@ -1,0 +1,29 @@
+"""One decoder layer: attention and a feed-forward part, each behind a norm."""
+
+from torch import Tensor
+
+from ..config import ModelConfig
+from .linear import Allocator
+from .mla import Mla, Step
+from .mlp import Mlp
+from .moe import Moe
+from .norm import RmsNorm
+
+
+class DecoderLayer:
+    """x += attention(norm x); x += feed-forward(norm x)."""
+
+    def __init__(self, config: ModelConfig, index: int, dense: bool, allocate: Allocator) -> None:
+        hidden = config.hidden_size
+        self.attention_norm = RmsNorm(hidden, config.rms_norm_eps, allocate)
+        self.attention = Mla(config, index, allocate)
+        self.feed_forward_norm = RmsNorm(hidden, config.rms_norm_eps, allocate)
+        self.feed_forward = (
+            Mlp(hidden, config.intermediate_size, allocate)
+            if dense or config.moe is None
+            else Moe(config.moe, hidden, allocate)
+        )
+
+    def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
+        x_TD = x_TD + self.attention(self.attention_norm(x_TD), step)
+        return x_TD.add_(self.feed_forward(self.feed_forward_norm(x_TD)))

@@ -1,0 +1,36 @@
+"""The multi-token-prediction layer: guesses the token after the next (DeepSeek-V3, section 2.2).
+
+z = eh_proj([enorm(embedding of token i + 1), hnorm(hidden i)]), one whole decoder layer over z, and
+a norm in front of the model's own head. The layer keeps its own rows in the cache, and its own
+index keys: those of another layer would select other tokens than it attends to.
+"""
+
+import torch
+from torch import Tensor
+
+from ..config import ModelConfig
+from .decoder import DecoderLayer
+from .linear import Allocator
+from .mla import Step
+from .norm import RmsNorm
+
+
+class MtpLayer:
+    """Stored in a checkpoint as layer `num_hidden_layers`."""
+
+    def __init__(self, config: ModelConfig, allocate: Allocator) -> None:
+        hidden = config.hidden_size
+        self.token_norm = RmsNorm(hidden, config.rms_norm_eps, allocate)
+        self.hidden_norm = RmsNorm(hidden, config.rms_norm_eps, allocate)
+        self.join = allocate.linear(hidden, 2 * hidden)
+        self.layer = DecoderLayer(config, config.num_layers, config.moe is None, allocate)
+        self.norm = RmsNorm(hidden, config.rms_norm_eps, allocate)
+
+    def __call__(self, embedded_TD: Tensor, hidden_TD: Tensor, step: Step) -> Tensor:
+        """Hidden states [T, D], ready for the head and for the next guess.
+
+        embedded_TD: the token after each row. hidden_TD: the row's hidden state after the model's
+        final norm, or this layer's own result where the row was guessed itself.
+        """
+        joined = torch.cat((self.token_norm(embedded_TD), self.hidden_norm(hidden_TD)), dim=-1)
+        return self.norm(self.layer(self.join(joined), step))
