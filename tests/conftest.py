@@ -1,5 +1,9 @@
-"""One thread for every test (two that share busy cores are many times slower), shared fixtures."""
+"""One thread for every test (two that share busy cores are many times slower), shared fixtures.
 
+Without a GPU, kernels run in Triton's interpreter.
+"""
+
+import os
 import shutil
 from pathlib import Path
 
@@ -14,6 +18,9 @@ torch.set_num_threads(1)
 # A slow machine is no finding.
 hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
+if not torch.cuda.is_available():
+    # Read by triton when a kernel is defined, so before any is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture
