@@ -35,6 +35,21 @@ class CacheConfig:
 
 
 @dataclass(frozen=True)
+class SpeculativeConfig:
+    """Drafting of tokens that the model then verifies; the tokens of an answer do not depend on it.
+
+    "mtp" asks the model's own multi-token-prediction layer, "ngram" looks up what followed the same
+    tokens earlier in the request. "auto" takes the first where the checkpoint has the layer.
+    """
+
+    method: Literal["auto", "none", "mtp", "ngram"] = "auto"
+    num_tokens: int | None = None
+    """Drafts of a request in one step, at most; 1 to 7."""
+    adaptive: bool = True
+    """Draft fewer where more were measured not to pay."""
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Everything the engine process needs to start."""
 
@@ -52,3 +67,4 @@ class EngineConfig:
     """Seconds a single step may take before the engine declares itself hung and exits."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)

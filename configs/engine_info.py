@@ -3,6 +3,8 @@
 The model's side fills it, the API process reads it, and neither imports the other.
 """
 
+from typing import Literal
+
 import msgspec
 
 
@@ -26,4 +28,6 @@ class EngineInfo(msgspec.Struct, frozen=True):
     cache_bytes_per_token: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    speculative: Literal["none", "mtp", "ngram"]
+    num_speculative_tokens: int
     notes: list[str]

@@ -13,6 +13,8 @@ from .machine import Machine
 
 PAGE_SIZES = (("cpu", 16), ("cuda", 64))
 TOKEN_BUDGETS = (("cpu", 512), ("cuda", 8192))
+MOST_DRAFTS = 7
+DRAFTS = (("mtp", 3), ("ngram", 4))
 # Beyond this a cache on the CPU is only slower to start with: its cores cannot fill it in time.
 MAX_CPU_CACHE_BYTES = 4 << 30
 
@@ -36,10 +38,14 @@ def validate(config: EngineConfig) -> None:
         ("num_pages", cache.num_pages, 1),
         ("max_model_len", config.max_model_len, 2),
         ("num_threads", config.num_threads, 1),
+        ("num_speculative_tokens", config.speculative.num_tokens, 1),
     )
     for name, value, least in at_least:
         if value is not None and value < least:
             raise ValueError(f"{name} is {value}; it must be at least {least}")
+    drafts = config.speculative.num_tokens
+    if drafts is not None and drafts > MOST_DRAFTS:
+        raise ValueError(f"num_speculative_tokens is {drafts}; it must be at most {MOST_DRAFTS}")
     if not 0 < cache.memory_fraction <= 1:
         raise ValueError(f"memory_fraction is {cache.memory_fraction}; it must be in (0, 1]")
     if not 0 < config.hang_timeout < float("inf"):
@@ -60,6 +66,31 @@ def resolve_run(config: EngineConfig, machine: Machine, checkpoint_dtype: str) -
         notes.append(f"page_size {size}: the usual size of a page on {config.device}")
         config = _with(config, "cache", page_size=size)
     return Resolved(_resolve_budget(config, notes), tuple(notes))
+
+
+def resolve_drafts(config: EngineConfig, has_mtp: bool) -> Resolved:
+    """Choose who drafts and how many tokens at most; has_mtp: the checkpoint holds an MTP layer.
+
+    Raises ValueError where the layer is asked for and missing.
+    """
+    wish = config.speculative
+    notes: list[str] = []
+    if wish.method == "mtp" and not has_mtp:
+        raise ValueError(
+            "speculative method mtp needs an MTP layer, and the checkpoint holds none; "
+            "take ngram, which needs no layer, or none"
+        )
+    method = wish.method
+    if method == "auto":
+        method = "mtp" if has_mtp else "none"
+        reason = "the checkpoint has the layer" if has_mtp else "the checkpoint has no MTP layer"
+        notes.append(f"speculative {method}: {reason}")
+    count = wish.num_tokens or dict(DRAFTS).get(method, 0)
+    chosen = dataclasses.replace(wish, method=method, num_tokens=count)
+    if method != "none":
+        fewer = ", fewer where they do not pay" if wish.adaptive else ""
+        notes.append(f"num_speculative_tokens {count}: drafts a request and step{fewer}")
+    return Resolved(dataclasses.replace(config, speculative=chosen), tuple(notes))
 
 
 def resolve_cache(

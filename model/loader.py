@@ -56,6 +56,11 @@ def check_checkpoint(
     return kept
 
 
+def has_mtp_layer(directory: Path, config: ModelConfig) -> bool:
+    """Whether the checkpoint holds the layer that guesses ahead, whatever its config.json says."""
+    return f"model.layers.{config.num_layers}.eh_proj.weight" in read_headers(directory)
+
+
 def load_model(
     directory: Path,
     config: ModelConfig,

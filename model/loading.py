@@ -6,6 +6,7 @@ first, then the weights, and the cache takes what is left.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -13,13 +14,13 @@ from ..attention.registry import Choice, choose
 from ..configs.engine import EngineConfig
 from ..configs.engine_info import EngineInfo
 from ..configs.machine import detect, free_bytes
-from ..configs.resolve import resolve_cache, resolve_run
+from ..configs.resolve import resolve_cache, resolve_drafts, resolve_run
 from ..kv_cache.cache import KvCache
 from ..kv_cache.storage import CacheStorage
 from .checkpoint import read_config
 from .config import ModelConfig
 from .deepseek import DeepseekModel
-from .loader import load_model
+from .loader import has_mtp_layer, load_model
 from .names import name_table
 from .runner import ModelRunner
 
@@ -41,17 +42,20 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     model_config = read_config(directory)
     run = resolve_run(config, detect(torch.cuda.is_available()), model_config.dtype or "bfloat16")
     choice = _choose_backend(run.config, model_config)
+    drafts = resolve_drafts(run.config, has_mtp_layer(directory, model_config))
+    with_mtp = drafts.config.speculative.method == "mtp"
     torch.set_num_threads(_chosen(run.config.num_threads))
     device = torch.device(run.config.device)
-    model = load_model(directory, model_config, DTYPES[run.config.dtype], device)
+    model = load_model(directory, model_config, DTYPES[run.config.dtype], device, with_mtp=with_mtp)
     size = _size(model)
     # Before the cache is sized: packing takes memory of its own.
     model.pack()
-    bytes_per_token = model_config.cache_layout().bytes_per_token(model.dtype.itemsize)
+    layout = model_config.cache_layout(with_mtp=with_mtp)
+    bytes_per_token = layout.bytes_per_token(model.dtype.itemsize)
     cache = resolve_cache(
-        run.config, model_config.max_position_embeddings, bytes_per_token, _free_bytes(device)
+        drafts.config, model_config.max_position_embeddings, bytes_per_token, _free_bytes(device)
     )
-    notes = [*run.notes, choice.reason, *cache.notes]
+    notes = [*run.notes, choice.reason, *drafts.notes, *cache.notes]
     return _assemble(cache.config, model, size, choice, notes)
 
 
@@ -79,7 +83,8 @@ def _assemble(
     notes: list[str],
 ) -> LoadedEngine:
     num_parameters, weight_bytes = size
-    layout, indexer = model.config.cache_layout(), model.config.indexer
+    layout = model.config.cache_layout(with_mtp=model.mtp is not None)
+    indexer = model.config.indexer
     page_size, num_pages = _chosen(config.cache.page_size), _chosen(config.cache.num_pages)
     # One page more than can be handed out: page 0 is where padding writes.
     storage = CacheStorage(layout, num_pages + 1, page_size, model.dtype, model.device)
@@ -100,9 +105,18 @@ def _assemble(
         cache_bytes_per_token=layout.bytes_per_token(model.dtype.itemsize),
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=_chosen(config.scheduler.max_num_batched_tokens),
+        speculative=_drafter(config),
+        num_speculative_tokens=_chosen(config.speculative.num_tokens),
         notes=notes,
     )
     return LoadedEngine(ModelRunner(model, backend, storage), kv_cache, info)
+
+
+def _drafter(config: EngineConfig) -> Literal["none", "mtp", "ngram"]:
+    method = config.speculative.method
+    if method == "auto":
+        raise ValueError("the speculative method was left open: resolve it first")
+    return method
 
 
 def _free_bytes(device: torch.device) -> int:

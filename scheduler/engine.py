@@ -7,6 +7,7 @@ nothing after that could be trusted.
 """
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -98,11 +99,14 @@ class Engine:
         return None
 
     def _compute(self, step: Step) -> Sequence[SequenceOutput]:
+        start = time.perf_counter()
         try:
-            return launch(self._runner, step)
+            results = launch(self._runner, step)
         except Exception:
             _log.exception("a step of %d requests failed", len(step.work))
             return recover(self._runner, step, self._watchdog.restart)
+        self._scheduler.observe(step, time.perf_counter() - start)
+        return results
 
     def _send(self, step: Step, outputs: list[RequestOutput]) -> None:
         stats = self._scheduler.stats()

@@ -45,8 +45,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     `token_ids`. `prompt_logprobs` arrives once, with the first token (or with the end of a request
     that asked for none): one entry per prompt token but the first. `error` explains
     `finish_reason="error"`; its kind tells a request that can never be served (400), one that came
-    when the queue was full (503), and one that the engine failed to compute (500). The counts of
-    verified and accepted drafts are those of the whole request and come with its last output.
+    when the queue was full (503), and one that the engine failed to compute (500). `num_drafted`
+    tokens were verified for this output, of which the first `num_accepted` stand in `token_ids`.
     """
 
     request_id: str
@@ -60,6 +60,20 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     num_accepted: int = 0
 
 
+class DraftStats(msgspec.Struct, frozen=True):
+    """Counters of speculative decoding, and how many drafts a step takes now.
+
+    num_drafts counts verify passes, each of one request; accepted_at[i] how often draft i was
+    accepted.
+    """
+
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    accepted_at: list[int]
+    length: int
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges of now and counters since the start."""
 
@@ -71,6 +85,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     num_preemptions: int = 0
+    drafts: DraftStats | None = None
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):

@@ -58,9 +58,7 @@ class Request:
         "arrival",
         "draft_ids",
         "finish_reason",
-        "num_accepted",
         "num_computed",
-        "num_drafted",
         "num_tokens",
         "output_ids",
         "params",
@@ -90,8 +88,6 @@ class Request:
         self.num_tokens = len(prompt_ids)
         self.num_computed = 0
         self.draft_ids: list[int] = []
-        self.num_drafted = 0
-        self.num_accepted = 0
         self.table = BlockTable(page_size)
         self.prompt_scores: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None

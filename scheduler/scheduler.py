@@ -21,7 +21,7 @@ from .batch import Step, Work
 from .messages import EngineStats, FinishReason, RequestOutput, Submit
 from .policy import FcfsQueue, age
 from .request import Phase, Request, State
-from .speculative import Speculation
+from .speculative import Speculation, new_speculation
 from .stats import Counters
 
 
@@ -50,7 +50,7 @@ class Scheduler:
         self.queue = FcfsQueue()
         self._budget = budget
         self._config = config
-        self._speculation = speculation
+        self._speculation = speculation or new_speculation("none")
         self._alive: dict[str, Request] = {}
         self._arrivals = 0
 
@@ -117,6 +117,10 @@ class Scheduler:
                 outputs.append(self._end(request, "length"))
         return outputs
 
+    def observe(self, step: Step, seconds: float) -> None:
+        """Learn how long a step took."""
+        self._speculation.observe(step, seconds)
+
     def preempt_youngest(self) -> Request:
         """Take seat and pages from the youngest running request; it is computed again later."""
         victim = self.running.pop()
@@ -140,7 +144,8 @@ class Scheduler:
         for request in self._alive.values():
             known = request.num_computed if request.phase is Phase.DECODE else request.num_tokens
             tokens = known if request.state is State.RUNNING else 0
-            most = self.cache.pages_for(tokens + self._reach + bool(self._reach)) if tokens else 0
+            reach = self._speculation.reach
+            most = self.cache.pages_for(tokens + reach + (reach > 0)) if tokens else 0
             if not self.cache.pages_for(tokens) <= len(request.table.pages) <= most:
                 raise RuntimeError(f"request {request.request_id} holds pages it does not need")
 
@@ -161,6 +166,7 @@ class Scheduler:
             num_prompt_tokens=counters.num_prompt_tokens,
             num_generation_tokens=counters.num_generation_tokens,
             num_preemptions=counters.num_preemptions,
+            drafts=self._speculation.stats(),
         )
 
     def _decodes(self) -> list[Work]:
@@ -172,7 +178,7 @@ class Scheduler:
         has work in this step yet.
         """
         decoding = [request for request in self.running if request.phase is Phase.DECODE]
-        drafts = self._propose(decoding)
+        drafts = self._speculation.propose(decoding, self._budget)
         works = []
         for request, guess in zip(decoding, drafts, strict=True):
             start = request.num_computed
@@ -180,20 +186,11 @@ class Scheduler:
                 self._make_room(request)
             if request.state is not State.RUNNING:
                 break
-            draft_ids = guess[: self._room(request, start + 1, self._reach)]
+            draft_ids = guess[: self._room(request, start + 1, self._speculation.reach)]
             stop = start + 1 + len(draft_ids)
             ahead = self._num_to_draft(request, stop)
             works.append(Work(request, start, stop - start, True, draft_ids, ahead))
         return works
-
-    def _propose(self, decoding: Sequence[Request]) -> Sequence[Sequence[int]]:
-        if self._speculation is None:
-            return [()] * len(decoding)
-        return self._speculation.propose(decoding, self._budget)
-
-    @property
-    def _reach(self) -> int:
-        return 0 if self._speculation is None else self._speculation.reach
 
     def _room(self, request: Request, stop: int, num_rows: int) -> int:
         """Rows behind the first `stop` that guesses may be written to, at most `num_rows`.
@@ -207,7 +204,7 @@ class Scheduler:
 
     def _num_to_draft(self, request: Request, stop: int) -> int:
         """Guesses that the model shall make for the next step; all but the first need a row."""
-        ahead = 0 if self._speculation is None else self._speculation.num_ahead
+        ahead = self._speculation.num_ahead
         return ahead and 1 + self._room(request, stop, ahead - 1)
 
     def _make_room(self, request: Request) -> None:
@@ -252,8 +249,10 @@ class Scheduler:
         token_ids = request.output_ids[before:]
         self.counters.num_generation_tokens += len(token_ids)
         self.counters.num_prompt_tokens += len(request.prompt_ids) if first else 0
-        if self._speculation is not None:
-            self._speculation.count(work, min(len(result.token_ids) - 1, len(token_ids)))
+        num_drafted = len(work.draft_ids)
+        num_accepted = min(len(result.token_ids) - 1, len(token_ids))
+        if num_drafted:
+            self._speculation.count(num_drafted, num_accepted)
         request.draft_ids = result.draft_ids
         if reason is not None:
             self._retire(request, reason)
@@ -264,8 +263,8 @@ class Scheduler:
             reason,
             result.logprobs[: len(token_ids)] or None,
             request.prompt_scores if wants_prompt else None,
-            num_drafted=request.num_drafted if reason else 0,
-            num_accepted=request.num_accepted if reason else 0,
+            num_drafted=num_drafted,
+            num_accepted=num_accepted,
         )
 
     def _finish_reason(self, request: Request, token: int) -> FinishReason | None:

@@ -6,10 +6,12 @@ rows, and the next step writes there.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import Literal
 
-from .batch import Work
-from .drafters import Drafter
+from .batch import Step
+from .draft_length import DraftLength
+from .drafters import Drafter, ModelDrafter, NgramDrafter
+from .messages import DraftStats
 from .request import Request
 
 MOST_DRAFTS = 7
@@ -17,42 +19,38 @@ MOST_DRAFTS = 7
 SHARE_OF_BUDGET = 0.5
 
 
-@dataclass
-class DraftCounters:
-    """num_drafts: verify passes, each of one request. accepted_at[i]: times that draft i was
-    accepted."""
-
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    accepted_at: list[int] = field(default_factory=lambda: [0] * MOST_DRAFTS)
-
-    def count(self, num_drafts: int, num_accepted: int) -> None:
-        self.num_drafts += 1
-        self.num_draft_tokens += num_drafts
-        self.num_accepted_tokens += num_accepted
-        for position in range(num_accepted):
-            self.accepted_at[position] += 1
-
-
 class Speculation:
-    """Drafts of at most `num_tokens` a request and step.
+    """Drafts of at most `most` tokens a request and step.
 
-    num_ahead: tokens that the model itself proposes for the next step, which need cache rows.
+    `length` is how many the step in the making verifies, and how many the model then proposes.
     """
 
-    def __init__(self, drafter: Drafter, num_tokens: int, num_ahead: int) -> None:
-        if not 0 <= num_tokens <= MOST_DRAFTS:
-            raise ValueError(f"num_tokens is {num_tokens}; it must be from 0 to {MOST_DRAFTS}")
-        self.num_tokens = num_tokens
-        self.num_ahead = num_ahead
-        self.counters = DraftCounters()
+    def __init__(
+        self, drafter: Drafter, most: int, *, from_model: bool, adaptive: bool = True
+    ) -> None:
+        """most: 0 drafts nothing. from_model: the runner makes the guesses, a step before.
+
+        Raises ValueError for more drafts than a step can verify.
+        """
+        if not 0 <= most <= MOST_DRAFTS:
+            raise ValueError(f"num_tokens is {most}; it must be from 0 to {MOST_DRAFTS}")
+        self.length = most
+        self._lengths = DraftLength(most, adaptive=adaptive)
+        self._num_drafts = self._num_draft_tokens = 0
+        self._accepted_at = [0] * most
+        self._from_model = from_model
         self._drafter = drafter
 
     @property
+    def num_ahead(self) -> int:
+        """Guesses that the model makes at the end of a step; all but the first need a row."""
+        return self.length if self._from_model else 0
+
+    @property
     def reach(self) -> int:
-        """Rows behind the newest token that one step may write: its drafts, and those ahead."""
-        return self.num_tokens + max(0, self.num_ahead - 1)
+        """Rows behind the newest token that a step may write: its drafts, and those ahead."""
+        most = self._lengths.most
+        return most + (max(0, most - 1) if self._from_model else 0)
 
     def propose(self, decoding: Sequence[Request], budget: int) -> list[Sequence[int]]:
         """Drafts of each request: none at all, or as many for one as for the other.
@@ -60,20 +58,52 @@ class Speculation:
         budget: tokens of a step. Where one has fewer guesses than others, its newest token stands
         in for the missing ones, because a step verifies equally many rows of all.
         """
-        share = int(budget * SHARE_OF_BUDGET) // max(1, len(decoding)) - 1
-        most = min(self.num_tokens, share)
-        if most < 1:
+        if not self._lengths.most:
             return [()] * len(decoding)
-        proposals = [self._drafter.propose(request, most) for request in decoding]
+        share = int(budget * SHARE_OF_BUDGET) // max(1, len(decoding)) - 1
+        self.length = max(0, min(self._lengths.choose(len(decoding)), share))
+        if not self.length:
+            return [()] * len(decoding)
+        proposals = [self._drafter.propose(request, self.length) for request in decoding]
         longest = max(map(len, proposals), default=0)
         return [
             [*guess, *list(request.newest) * (longest - len(guess))]
             for request, guess in zip(decoding, proposals, strict=True)
         ]
 
-    def count(self, work: Work, num_accepted: int) -> None:
-        """Book one verify pass, if this was one."""
-        if work.draft_ids:
-            self.counters.count(len(work.draft_ids), num_accepted)
-            work.request.num_drafted += len(work.draft_ids)
-            work.request.num_accepted += num_accepted
+    def count(self, num_drafts: int, num_accepted: int) -> None:
+        """Book the verify pass of one request."""
+        self._lengths.observe_acceptance(num_drafts, num_accepted)
+        self._num_drafts += 1
+        self._num_draft_tokens += num_drafts
+        for position in range(num_accepted):
+            self._accepted_at[position] += 1
+
+    def stats(self) -> DraftStats | None:
+        """Counters and the length of now; None where nothing is ever drafted."""
+        if not self._lengths.most:
+            return None
+        return DraftStats(
+            num_drafts=self._num_drafts,
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted_tokens=sum(self._accepted_at),
+            accepted_at=list(self._accepted_at),
+            length=self.length,
+        )
+
+    def observe(self, step: Step, seconds: float) -> None:
+        """Learn from the time of a step that did nothing but verify, all requests alike."""
+        if self._lengths.most and step.work and not step.num_extends:
+            drafts = {len(work.draft_ids) for work in step.work}
+            ahead = {work.num_to_draft for work in step.work} if self._from_model else drafts
+            if len(drafts | ahead) == 1:
+                self._lengths.observe_time(len(step.work), drafts.pop(), seconds)
+
+
+def new_speculation(
+    method: Literal["none", "mtp", "ngram"], most: int = 0, *, adaptive: bool = True
+) -> Speculation:
+    """Speculation by the name of its drafter."""
+    drafter = NgramDrafter() if method == "ngram" else ModelDrafter()
+    most = 0 if method == "none" else most
+    return Speculation(drafter, most, from_model=method == "mtp", adaptive=adaptive)

@@ -29,6 +29,7 @@ from .launch import Runner, launch
 from .messages import EngineInfo, Failed, Loaded, Ready, Submit
 from .recovery import EngineBroken
 from .scheduler import Scheduler
+from .speculative import new_speculation
 
 WARM_UP_TOKENS = 16
 
@@ -94,7 +95,10 @@ def _scheduler(config: EngineConfig, info: EngineInfo, cache: KvCache) -> Schedu
         max_num_seqs=info.max_num_seqs,
         max_num_batched_tokens=info.max_num_batched_tokens,
     )
-    return Scheduler(limits, cache, info.max_model_len, info.vocab_size)
+    speculation = new_speculation(
+        info.speculative, info.num_speculative_tokens, adaptive=config.speculative.adaptive
+    )
+    return Scheduler(limits, cache, info.max_model_len, info.vocab_size, speculation)
 
 
 def warm_up(runner: Runner, scheduler: Scheduler) -> None:

@@ -34,4 +34,15 @@ def activity_line(before: EngineStats, now: EngineStats, seconds: float) -> str 
         f"{prompt / seconds:.0f} prompt and {output / seconds:.0f} output tokens/s; "
         f"{now.num_running} running, {now.num_waiting} waiting; cache {used:.0%} used"
     )
+    if (accepted := _accepted(before, now)) is not None:
+        line += f"; {accepted:.0%} of drafts accepted"
     return f"{line}; {preempted} preempted" if preempted else line
+
+
+def _accepted(before: EngineStats, now: EngineStats) -> float | None:
+    """Share of the drafts that were accepted between two counts; None where there were none."""
+    if now.drafts is None or before.drafts is None:
+        return None
+    drafted = now.drafts.num_draft_tokens - before.drafts.num_draft_tokens
+    accepted = now.drafts.num_accepted_tokens - before.drafts.num_accepted_tokens
+    return accepted / drafted if drafted else None

@@ -14,8 +14,12 @@ class CachedTokens(Struct):
     cached_tokens: int
 
 
-class ReasoningTokens(Struct):
+class CompletionTokens(Struct):
+    """Drafts count where the engine verified any: as accepted if they stand in the answer."""
+
     reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
 
 
 class Usage(Struct):
@@ -25,19 +29,27 @@ class Usage(Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: ReasoningTokens
+    completion_tokens_details: CompletionTokens
     prompt_cache_hit_tokens: int
     prompt_cache_miss_tokens: int
 
 
-def count_usage(prompt: int, completion: int, reasoning: int, cached: int) -> Usage:
+def count_usage(
+    *,
+    prompt: int,
+    completion: int,
+    reasoning: int = 0,
+    cached: int = 0,
+    drafted: int = 0,
+    accepted: int = 0,
+) -> Usage:
     """Usage of a request; each prompt counts once, however many choices it has."""
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
         prompt_tokens_details=CachedTokens(cached),
-        completion_tokens_details=ReasoningTokens(reasoning),
+        completion_tokens_details=CompletionTokens(reasoning, accepted, drafted - accepted),
         prompt_cache_hit_tokens=cached,
         prompt_cache_miss_tokens=prompt - cached,
     )

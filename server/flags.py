@@ -52,6 +52,12 @@ FLAGS = (
     Flag("--device", "engine.device", "auto, cpu or cuda"),
     Flag("--attention-backend", "engine.attention_backend", "attention backend by name"),
     Flag("--num-threads", "engine.num_threads", "CPU threads of one operation"),
+    Flag("--speculative", "engine.speculative.method", "who drafts: auto, none, mtp or ngram"),
+    Flag(
+        "--num-speculative-tokens",
+        "engine.speculative.num_tokens",
+        "drafts of a request in one step, at most",
+    ),
     Flag("--seed", "engine.seed", "where seeds of requests without one are drawn from"),
     Flag("--drain-seconds", "drain_seconds", "time for open requests to finish at the end"),
 )

@@ -90,6 +90,8 @@ class Generation:
         self._times = RequestTimes(time.monotonic())
         self._unfinished = len(plan.choices)
         self._has_failed = False
+        self._num_drafted = 0
+        self._num_accepted = 0
 
     def start(self) -> None:
         """Submit every choice; nothing was awaited since the capacity was checked."""
@@ -114,6 +116,8 @@ class Generation:
                 if output.finish_reason == "error":
                     self._has_failed = True
                     raise fault_of(output)
+                self._num_drafted += output.num_drafted
+                self._num_accepted += output.num_accepted
                 before = text.num_tokens
                 text.push(output, updates.setdefault(index, Update()))
                 self._times.count(text.num_tokens - before, self._metrics)
@@ -146,6 +150,8 @@ class Generation:
             completion=sum(choice.text.num_tokens for choice in choices),
             reasoning=sum(choice.text.num_reasoning_tokens for choice in choices),
             cached=0,
+            drafted=self._num_drafted,
+            accepted=self._num_accepted,
         )
 
 

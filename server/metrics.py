@@ -39,6 +39,18 @@ class _EngineCollector(Collector):
             ("generation_tokens", "Tokens generated", now.num_generation_tokens),
             ("num_preemptions", "Requests put back into the queue", now.num_preemptions),
         )
+        if (drafts := now.drafts) is not None:
+            gauges += (("spec_decode_length", "Drafts that a step verifies now", drafts.length),)
+            counters += (
+                ("spec_decode_num_drafts", "Verify passes of one request", drafts.num_drafts),
+                ("spec_decode_num_draft_tokens", "Drafts verified", drafts.num_draft_tokens),
+                (
+                    "spec_decode_num_accepted_tokens",
+                    "Drafts accepted",
+                    drafts.num_accepted_tokens,
+                ),
+            )
+            yield self._accepted_at(drafts.accepted_at)
         for name, text, value in gauges:
             gauge = GaugeMetricFamily(f"minidsa:{name}", text, labels=["model_name"])
             gauge.add_metric([self._model_name], value)
@@ -47,6 +59,16 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(f"minidsa:{name}", text, labels=["model_name"])
             counter.add_metric([self._model_name], value)
             yield counter
+
+    def _accepted_at(self, counts: Sequence[int]) -> CounterMetricFamily:
+        family = CounterMetricFamily(
+            "minidsa:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts accepted, by their position",
+            labels=["model_name", "position"],
+        )
+        for position, count in enumerate(counts):
+            family.add_metric([self._model_name, str(position)], count)
+        return family
 
 
 class Metrics:

@@ -151,6 +151,27 @@ def t_eos() -> Path:
 
 
 @functools.cache
+def t_markov() -> Path:
+    """What follows a token depends on that token alone, and its MTP layer knows it exactly.
+
+    No layer adds anything to the embeddings; the MTP layer passes that of the next token on.
+    """
+    tensors = tensors_of(T_CPU)
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+    hidden = T_CPU["hidden_size"]
+    prefix = f"model.layers.{T_CPU['num_hidden_layers']}."
+    tensors[f"{prefix}eh_proj.weight"] = torch.cat(
+        [torch.eye(hidden), torch.zeros(hidden, hidden)], 1
+    )
+    for name in ("enorm", "shared_head.norm"):
+        tensors[f"{prefix}{name}.weight"] = torch.ones(hidden)
+    tensors["model.norm.weight"] = torch.ones(hidden)
+    return _written(T_CPU, tensors)
+
+
+@functools.cache
 def t_wide() -> Path:
     """Linear weights in fp8, blocks of 128 x 128, with edges that are no multiple of 128."""
     return _written(T_WIDE, tensors_of(T_WIDE))

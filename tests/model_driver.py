@@ -8,6 +8,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -22,6 +23,7 @@ from minidsa.model.loader import load_model
 from minidsa.model.runner import ModelRunner
 from minidsa.scheduler.launch import launch
 from minidsa.scheduler.messages import RequestOutput, Submit, TokenLogprobs
+from minidsa.scheduler.speculative import new_speculation
 from scheduler_fakes import PreemptingScheduler
 from stepper import new_storage
 
@@ -35,6 +37,9 @@ class Settings:
     budget: int = 64
     seats: int = 32
     preempt_every: int = 0
+    drafter: Literal["none", "mtp", "ngram"] = "none"
+    num_drafts: int = 3
+    max_model_len: int = 512
 
 
 class NanPool(PagePool):
@@ -57,8 +62,9 @@ class NanPool(PagePool):
 
 
 @functools.cache
-def model_of(directory: Path) -> DeepseekModel:
-    model = load_model(directory, read_config(directory), torch.float32, torch.device("cpu"))
+def model_of(directory: Path, *, with_mtp: bool = False) -> DeepseekModel:
+    config, device = read_config(directory), torch.device("cpu")
+    model = load_model(directory, config, torch.float32, device, with_mtp=with_mtp)
     model.pack()
     return model
 
@@ -67,7 +73,7 @@ class ModelDriver:
     """One engine without its process: requests in, outputs out."""
 
     def __init__(self, directory: Path, settings: Settings) -> None:
-        model = model_of(directory)
+        model = model_of(directory, with_mtp=settings.drafter == "mtp")
         config = model.config
         storage = new_storage(model, settings.pages + 1, settings.page_size)
         choice = choose(
@@ -84,7 +90,10 @@ class ModelDriver:
         limits = SchedulerConfig(
             max_num_seqs=settings.seats, max_num_batched_tokens=max(settings.budget, settings.seats)
         )
-        self.scheduler = PreemptingScheduler(limits, cache, 512, config.vocab_size)
+        speculation = new_speculation(settings.drafter, settings.num_drafts, adaptive=False)
+        self.scheduler = PreemptingScheduler(
+            limits, cache, settings.max_model_len, config.vocab_size, speculation
+        )
         self.scheduler.every = settings.preempt_every
 
     def run(self, submits: Sequence[Submit], arrive: Mapping[int, int] | None = None) -> "Answers":
@@ -111,10 +120,14 @@ class Answers:
         self.ids: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[TokenLogprobs]] = {}
         self.ends: dict[str, RequestOutput] = {}
+        self.num_drafted = 0
+        self.num_accepted = 0
 
     def take(self, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:
             self.ids.setdefault(output.request_id, []).extend(output.token_ids)
+            self.num_drafted += output.num_drafted
+            self.num_accepted += output.num_accepted
             scores = self.logprobs.setdefault(output.request_id, [])
             scores.extend([*(output.prompt_logprobs or []), *(output.logprobs or [])])
             if output.finish_reason is not None:

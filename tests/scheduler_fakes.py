@@ -216,6 +216,8 @@ class FakeTarget:
             num_cache_tokens=num_pages * page_size,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens or 64,
+            speculative="none",
+            num_speculative_tokens=0,
         )
         return FakeLoaded(runner, runner.cache(), info)
 

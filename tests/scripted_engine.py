@@ -176,6 +176,8 @@ INFO = EngineInfo(
     cache_bytes_per_token=64,
     max_num_seqs=64,
     max_num_batched_tokens=256,
+    speculative="none",
+    num_speculative_tokens=0,
     notes=[],
 )
 

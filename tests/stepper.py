@@ -16,7 +16,11 @@ from minidsa.model.deepseek import DeepseekModel
 def new_storage(model: DeepseekModel, num_pages: int, page_size: int) -> CacheStorage:
     """Cache memory filled with NaN, so that reading a row nobody wrote shows."""
     storage = CacheStorage(
-        model.config.cache_layout(), num_pages, page_size, model.dtype, model.device
+        model.config.cache_layout(with_mtp=model.mtp is not None),
+        num_pages,
+        page_size,
+        model.dtype,
+        model.device,
     )
     storage.latent_LSC.fill_(torch.nan)
     for keys in storage.index_k:

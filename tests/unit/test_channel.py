@@ -14,7 +14,9 @@ from patience import PATIENCE
 from scheduler_fakes import submit
 
 COMMANDS = [submit("a", [1, 2, 3], logit_bias={3: 1.5}, logprobs=2), Abort("a"), Shutdown()]
-INFO = messages.EngineInfo("m", 9, 8, [1], 2, 3, "f", "cpu", "b", 4, 5, 6, 7, 8, ["note"])
+INFO = messages.EngineInfo(
+    "m", 9, 8, [1], 2, 3, "f", "cpu", "b", 4, 5, 6, 7, 8, "none", 0, ["note"]
+)
 EVENTS = [
     messages.Loaded(INFO),
     messages.Ready(),

@@ -1,0 +1,193 @@
+"""Drafts in the scheduler: whatever is proposed, tokens and ends are those without drafts."""
+
+import random
+
+import pytest
+
+from minidsa.configs.sampling import SamplingParams
+from minidsa.scheduler.draft_length import MEASUREMENTS, DraftLength
+from minidsa.scheduler.drafters import NgramDrafter
+from minidsa.scheduler.request import Request
+from minidsa.scheduler.speculative import MOST_DRAFTS, Speculation, new_speculation
+from scheduler_fakes import VOCAB, Driver, Plan, expected, submit
+
+
+class Oracle:
+    """Knows every answer; `wrong` makes it miss always, or at every third draft."""
+
+    def __init__(self, wrong: str = "never") -> None:
+        self.wrong = wrong
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        tokens = [*request.prompt_ids, *request.output_ids]
+        right = expected(tokens, most)
+        if self.wrong == "always":
+            return [(token + 1) % VOCAB for token in right]
+        if self.wrong == "sometimes":
+            return [t if (t + i) % 3 else (t + 1) % VOCAB for i, t in enumerate(right)]
+        return right
+
+
+def speculation(name: str, most: int = 3) -> Speculation:
+    if name in ("mtp", "ngram"):
+        return new_speculation(name, most, adaptive=False)
+    return Speculation(Oracle(name), most, from_model=False, adaptive=False)
+
+
+DRAFTERS = ("mtp", "ngram", "never", "sometimes", "always")
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("most", [1, 2, 7])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"pages": 12, "page_size": 4},
+        {"pages": 40, "page_size": 1, "seats": 3},
+        {"budget": 9, "seats": 4},
+        {"preempt_every": 3},
+        {"max_model_len": 24},
+    ],
+)
+def test_spec_03_ids_are_those_without_drafts(name, most, settings):
+    driver = Driver(**settings, speculation=speculation(name, most))
+    rng = random.Random(most)
+    prompts = {f"r{i}": [rng.randrange(VOCAB)] * rng.choice([1, 3, 8, 16]) for i in range(8)}
+    for i, (request_id, prompt) in enumerate(prompts.items()):
+        driver.add(submit(request_id, prompt, 4 + 3 * i))
+    driver.run()
+    longest = settings.get("max_model_len", 512)
+    for i, (request_id, prompt) in enumerate(prompts.items()):
+        count = min(
+            4 + 3 * i, longest - len(prompt), driver.scheduler.limits.max_tokens - len(prompt)
+        )
+        assert driver.ids[request_id] == expected(prompt, count)
+        assert driver.ends[request_id].finish_reason == "length"
+
+
+def test_spec_04_a_shrinking_batch_gives_each_its_length():
+    driver = Driver(speculation=speculation("mtp"))
+    driver.add(*(submit(f"r{n}", [n], n) for n in range(1, 9)))
+    driver.run()
+    assert [driver.ids[f"r{n}"] for n in range(1, 9)] == [expected([n], n) for n in range(1, 9)]
+
+
+@pytest.mark.parametrize(("name", "steps"), [("never", 1 + 16 // 4), ("always", 16)])
+def test_spec_13_the_two_ends_of_acceptance(name, steps):
+    driver = Driver(speculation=speculation(name))
+    driver.add(submit("r", [5], 17))
+    assert driver.run() == (steps if name == "never" else 17)
+    stats = driver.scheduler.stats().drafts
+    assert stats is not None
+    if name == "never":
+        assert stats.accepted_at == [4, 4, 4] and stats.num_draft_tokens == 12
+    else:
+        assert stats.num_accepted_tokens == 0 and stats.num_drafts == 16
+    assert sum(output.num_accepted for output in driver.outputs) == stats.num_accepted_tokens
+    assert sum(output.num_drafted for output in driver.outputs) == stats.num_draft_tokens
+
+
+def test_a_stop_id_inside_an_accepted_run_cuts_ids_and_scores():
+    tokens = expected([9], 12)
+    driver = Driver(speculation=speculation("never", 7))
+    driver.add(submit("r", [9], 12, stop_token_ids=[tokens[4]], logprobs=1))
+    driver.run()
+    end = driver.ends["r"]
+    assert driver.ids["r"] == tokens[: tokens.index(tokens[4]) + 1]
+    assert end.finish_reason == "stop"
+    assert sum(len(output.logprobs or ()) for output in driver.outputs) == len(driver.ids["r"])
+
+
+def test_a_stop_id_counts_only_after_min_tokens():
+    tokens = expected([9], 12)
+    driver = Driver(speculation=speculation("never", 7))
+    driver.add(submit("r", [9], 12, stop_token_ids=tokens[2:6], min_tokens=6))
+    driver.run()
+    assert driver.ids["r"][:6] == tokens[:6]
+
+
+def test_num_07_a_row_that_is_not_finite_ends_its_request_behind_the_good_tokens():
+    tokens = expected([3], 10)
+    driver = Driver(speculation=speculation("never", 7), plan=Plan(poison_token=tokens[4]))
+    driver.add(submit("r", [3], 10), submit("other", [4], 10))
+    driver.run()
+    assert driver.ids["r"] == tokens[:5] and driver.ends["r"].finish_reason == "error"
+    assert driver.ids["other"] == expected([4], 10)
+
+
+def test_drafts_do_not_take_the_last_pages_of_others():
+    """Two requests that fill the pool exactly run to their end without a preemption."""
+    driver = Driver(pages=8, page_size=4, speculation=speculation("never", 7))
+    driver.add(submit("a", [1], 15), submit("b", [2], 15))
+    driver.run()
+    assert driver.scheduler.counters.num_preemptions == 0
+    assert driver.ids["a"] == expected([1], 15)
+
+
+def test_verifying_leaves_room_for_prompts():
+    driver = Driver(budget=16, seats=4, speculation=speculation("never", 7))
+    driver.add(*(submit(f"r{i}", [i], 30) for i in range(3)))
+    driver.step()
+    driver.add(submit("late", [9] * 40, 1))
+    step = driver.step()
+    assert [work.num_tokens for work in step.work[:1]] == [16 - 3 * 2]
+
+
+@pytest.mark.parametrize("most", [MOST_DRAFTS + 1, -1])
+def test_impossible_numbers_of_drafts_are_refused(most):
+    with pytest.raises(ValueError, match=f"num_tokens is {most}"):
+        speculation("mtp", most)
+
+
+def test_prompt_lookup_finds_the_latest_place_of_the_longest_suffix():
+    params = SamplingParams(max_tokens=9, seed=0)
+    drafter = NgramDrafter()
+    request = Request("r", [1, 2, 3, 4, 5, 9, 3, 4, 6, 7, 2, 3, 4], params, 0, 4)
+    assert list(drafter.propose(request, 2)) == [5, 9]
+    request.append(5)
+    assert list(drafter.propose(request, 4)) == [9, 3, 4, 6]
+    request.append(8)
+    assert list(drafter.propose(request, 4)) == []
+    for token in (3, 4):
+        request.append(token)
+    assert list(drafter.propose(request, 9)) == [5, 8, 3, 4]
+
+
+def filled(most: int, seconds) -> DraftLength:
+    lengths = DraftLength(most, adaptive=True)
+    for k in range(most + 1):
+        for _ in range(MEASUREMENTS):
+            lengths.observe_time(4, k, seconds(k))
+    return lengths
+
+
+def test_lengths_are_tried_first_and_then_chosen_by_what_they_bring():
+    lengths = DraftLength(2, adaptive=True)
+    tried = []
+    for _ in range(3 * MEASUREMENTS):
+        tried.append(lengths.choose(4))
+        lengths.observe_time(4, tried[-1], 1.0)
+    assert tried == [2] * MEASUREMENTS + [1] * MEASUREMENTS + [0] * MEASUREMENTS
+    assert lengths.choose(4) == 2
+
+
+def test_the_length_falls_with_acceptance_and_with_cost():
+    cheap, dear = filled(3, lambda k: 1 + 0.2 * k), filled(3, lambda k: 1.0 + 1.5 * k)
+    assert cheap.choose(4) == 3 and dear.choose(4) == 0
+    for _ in range(200):
+        cheap.observe_acceptance(3, 1)
+    assert cheap.choose(4) == 1
+    for _ in range(200):
+        cheap.observe_acceptance(1, 0)
+    assert cheap.choose(4) == 0
+
+
+def test_another_length_is_tried_now_and_then():
+    lengths = filled(3, lambda k: 1.0 + 1.5 * k)
+    assert len({lengths.choose(4) for _ in range(400)}) == 4
+
+
+def test_a_fixed_length_stays():
+    lengths = DraftLength(5, adaptive=False)
+    assert {lengths.choose(n) for n in range(40)} == {5}
