@@ -21,9 +21,10 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `stop_token_ids` holds every id that ends the request, EOS included unless it is ignored; none
     of them is honoured before `min_tokens` outputs. `logprobs` counts the alternatives reported
-    beside the chosen token (0: the chosen one alone; None: nothing). Logprobs are of the model's
-    own distribution, before bias, penalties and temperature. A request's draws depend on `seed`
-    and the position alone, never on its batch mates.
+    beside the chosen token (0: the chosen one alone; None: nothing). Behind `thinking_budget`
+    outputs without `end_think_id` that id is chosen, whatever the model prefers. Logprobs are of
+    the model's own distribution, before bias, penalties and temperature. A request's draws depend
+    on `seed` and the position alone, never on its batch mates.
     """
 
     max_tokens: int
@@ -40,3 +41,5 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stop_token_ids: list[int] = []
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    thinking_budget: int | None = None
+    end_think_id: int = -1

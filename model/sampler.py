@@ -63,7 +63,7 @@ def _draw(logits_NV: Tensor, inputs: Sequence[SampleInput]) -> list[int]:
 
 
 def _adjust(logits_NV: Tensor, inputs: Sequence[SampleInput]) -> Tensor:
-    """Apply penalties, bias and the minimum length to the rows that ask for them."""
+    """Apply penalties, bias, minimum length and thinking budget to the rows that ask for them."""
     adjusted_NV = logits_NV
     for i, row in enumerate(inputs):
         if _is_plain(row):
@@ -77,7 +77,8 @@ def _adjust(logits_NV: Tensor, inputs: Sequence[SampleInput]) -> Tensor:
 def _is_plain(row: SampleInput) -> bool:
     p = row.params
     penalised = p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0
-    return not (penalised or p.logit_bias or len(row.output_ids) < p.min_tokens)
+    changed = penalised or p.logit_bias or len(row.output_ids) < p.min_tokens
+    return not changed and row.forced_token is None
 
 
 def _adjust_row(logits_V: Tensor, row: SampleInput) -> None:
@@ -96,3 +97,6 @@ def _adjust_row(logits_V: Tensor, row: SampleInput) -> None:
         logits_V[ids] += torch.tensor(list(p.logit_bias.values()), device=device)
     if len(row.output_ids) < p.min_tokens and p.stop_token_ids:
         logits_V[torch.tensor(p.stop_token_ids, device=device)] = float("-inf")
+    if row.forced_token is not None:
+        logits_V.fill_(float("-inf"))
+        logits_V[row.forced_token] = 0.0

@@ -31,6 +31,14 @@ class SampleInput:
             return self
         return SampleInput(self.params, self.prompt_ids, [*self.output_ids, *draft_ids])
 
+    @property
+    def forced_token(self) -> int | None:
+        """The only token that may come next: the end of thoughts that have used up their budget."""
+        budget, end = self.params.thinking_budget, self.params.end_think_id
+        if budget is None or len(self.output_ids) < budget or end in self.output_ids[: budget + 1]:
+            return None
+        return end
+
 
 @dataclass(slots=True)
 class SequenceInput:

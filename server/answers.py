@@ -165,7 +165,7 @@ class Answer(Struct):
 _encoder = msgspec.json.Encoder()
 
 
-def encode(answer: Struct) -> bytes:
+def encode(answer: Struct | dict[str, Any]) -> bytes:
     """The JSON of an answer."""
     return _encoder.encode(answer)
 
@@ -173,3 +173,8 @@ def encode(answer: Struct) -> bytes:
 def encode_event(answer: Struct) -> bytes:
     """One server-sent event: a single line of JSON, LF only."""
     return b"data: " + _encoder.encode(answer) + b"\n\n"
+
+
+def encode_named(name: str, event: dict[str, Any]) -> bytes:
+    """One server-sent event with its name on a line of its own."""
+    return b"event: " + name.encode() + b"\ndata: " + _encoder.encode(event) + b"\n\n"

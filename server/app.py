@@ -13,6 +13,8 @@ from starlette.types import ASGIApp
 from .errors import ApiError, internal
 from .gate import CLIENT_GONE, Gate
 from .generating_routes import generating_routes
+from .messages_api.errors import shaped_body
+from .messages_api.routes import messages_routes
 from .openapi import describe_api
 from .service import Service
 from .side_routes import side_routes
@@ -27,6 +29,7 @@ def create_app(service: Service) -> ASGIApp:
         title="minidsa", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False
     )
     app.include_router(generating_routes(service))
+    app.include_router(messages_routes(service))
     app.include_router(side_routes(service))
     description = describe_api(app)
 
@@ -41,22 +44,25 @@ def create_app(service: Service) -> ASGIApp:
     return Gate(app, service.config.api_key, service.metrics.count_http)
 
 
-def _response(error: ApiError) -> Response:
-    return Response(error.body(), error.status, error.headers, "application/json")
+def _response(request: Request, error: ApiError) -> Response:
+    body = shaped_body(error, request.url.path, request.state.request_id)
+    return Response(body, error.status, error.headers, "application/json")
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
-    return _response(error if isinstance(error, ApiError) else internal())
+    return _response(request, error if isinstance(error, ApiError) else internal())
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     """404 and 405 of the router."""
     if not isinstance(error, HTTPException):
-        return _response(internal())
+        return _response(request, internal())
     codes = {404: "not_found", 405: "method_not_allowed"}
     message = f"{error.detail}: {request.method} {request.url.path[:64]!a}"
     code = codes.get(error.status_code)
-    return _response(ApiError(error.status_code, message, code=code, headers=error.headers))
+    return _response(
+        request, ApiError(error.status_code, message, code=code, headers=error.headers)
+    )
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:
@@ -65,4 +71,4 @@ async def _client_gone(request: Request, error: Exception) -> Response:
 
 
 async def _fault(request: Request, error: Exception) -> Response:
-    return _response(internal())
+    return _response(request, internal())

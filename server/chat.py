@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 from msgspec import structs
 
+from ..configs.sampling import SamplingParams
 from .bodies import Body
+from .chat_encoding import END_THINK
 from .chat_formats import ChatFormat, StartState
 from .chat_messages import InvalidMessagesError
 from .chat_protocol import ChatMessage, ChatPromptFields, ChatRequest
@@ -130,6 +132,7 @@ async def prepare_chat(service: Service, body: Body[ChatRequest]) -> PreparedCha
     )
     seed = service.seeds.draw() if request.seed is None else request.seed
     params = resolve(request, shape, service.defaults, seed, info.eos_token_ids, info.vocab_size)
+    params = _with_budget(service, request, prompt, params)
     rules = replace(end_rules(request), max_calls=None if request.parallel_tool_calls else 1)
     choices = [
         Choice(
@@ -140,6 +143,18 @@ async def prepare_chat(service: Service, body: Body[ChatRequest]) -> PreparedCha
         for child in range(request.n)
     ]
     return PreparedChat(request, prompt, choices)
+
+
+def _with_budget(
+    service: Service, request: ChatRequest, prompt: ChatPrompt, params: SamplingParams
+) -> SamplingParams:
+    budget = request.thinking_token_budget
+    if budget is None:
+        return params
+    if prompt.start != "reasoning":
+        raise invalid_value("thinking_token_budget", "thinking_token_budget needs thinking")
+    (end_think_id,) = service.tokenizer.control_ids([END_THINK.literal])
+    return structs.replace(params, thinking_budget=budget, end_think_id=end_think_id)
 
 
 def _choice_text(

@@ -247,6 +247,7 @@ class ChatRequest(ChatPromptFields, GenerationRequest):
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     include_reasoning: bool = True
     separate_reasoning: bool = True
+    thinking_token_budget: Annotated[int | None, Field(ge=1, lt=2**63)] = None
 
 
 class TokenizeRequest(ChatPromptFields, RequestModel):

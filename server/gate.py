@@ -13,9 +13,12 @@ from hashlib import sha256
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError
+from .messages_api.errors import shaped_body
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/version"})
 CLIENT_GONE = 499
+# OpenAI's clients read the first, Anthropic's the second.
+_ID_HEADERS = (b"x-request-id", b"request-id")
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 
@@ -44,7 +47,7 @@ class Gate:
                 status = message["status"]
                 message["headers"] = [
                     *message.get("headers", ()),
-                    (b"x-request-id", request_id.encode()),
+                    *((name, request_id.encode()) for name in _ID_HEADERS),
                 ]
             await send(message)
 
@@ -52,7 +55,7 @@ class Gate:
             if self._admits(scope, headers):
                 await self._app(scope, receive, send_named)
             else:
-                await _refuse(send_named)
+                await _refuse(scope["path"], request_id, send_named)
         finally:
             if scope["state"].get("client_gone"):
                 status = CLIENT_GONE
@@ -83,9 +86,9 @@ def _route(scope: Scope) -> str:
     return "unmatched" if route is None else route.path
 
 
-async def _refuse(send: Send) -> None:
+async def _refuse(path: str, request_id: str, send: Send) -> None:
     error = ApiError(401, "The API key is missing or wrong", code="invalid_api_key")
-    body = error.body()
+    body = shaped_body(error, path, request_id)
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),

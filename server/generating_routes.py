@@ -1,27 +1,19 @@
 """The routes that run the model: both generating ones and the abort of what they started."""
 
-from typing import TypeVar
-
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel
 
-from .bodies import Body, read_body
+from .bodies import read_body
 from .chat import prepare_chat
 from .chat_answer import ChatRenderer
 from .chat_protocol import AbortRequest, ChatRequest
 from .completion_answer import CompletionRenderer
 from .completions import prepare_completion
-from .engine_client import Health
-from .errors import ApiError, invalid_value, unavailable
-from .generation import Plan, streamed_answer, whole_answer
+from .errors import ApiError, invalid_value
+from .generation import Plan
 from .openai_stream import OpenAIStream
 from .protocol import CompletionRequest
+from .running import JSON, read_when_ready, run_plan
 from .service import Service
-from .sse import EventStream, while_connected
-
-JSON = "application/json"
-
-_Fields = TypeVar("_Fields", bound=BaseModel)
 
 
 def generating_routes(service: Service) -> APIRouter:
@@ -29,21 +21,21 @@ def generating_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     async def chat(request: Request) -> Response:
-        prepared = await prepare_chat(service, await _body(service, request, ChatRequest))
+        prepared = await prepare_chat(service, await read_when_ready(service, request, ChatRequest))
         fields, answer_id = prepared.request, _answer_id(service, request, "chatcmpl")
         objects = ChatRenderer(service, fields, prepared.prompt, answer_id)
         renderer = OpenAIStream(objects, fields.stream_options)
         plan = Plan(answer_id, prepared.choices, renderer)
-        return await _run(service, request, plan, fields.stream)
+        return await run_plan(service, request, plan, fields.stream)
 
     async def completions(request: Request) -> Response:
-        body = await _body(service, request, CompletionRequest)
+        body = await read_when_ready(service, request, CompletionRequest)
         prepared = await prepare_completion(service, body)
         fields, answer_id = prepared.request, _answer_id(service, request, "cmpl")
         objects = CompletionRenderer(service, fields, prepared.prompts, answer_id)
         renderer = OpenAIStream(objects, fields.stream_options)
         plan = Plan(answer_id, prepared.choices, renderer, len(prepared.prompts))
-        return await _run(service, request, plan, fields.stream)
+        return await run_plan(service, request, plan, fields.stream)
 
     async def abort(request: Request) -> Response:
         body = (await read_body(request, service.config.limits, AbortRequest)).fields
@@ -73,23 +65,5 @@ def encode_count(aborted: int) -> bytes:
     return b'{"aborted":%d}' % aborted
 
 
-async def _body(service: Service, request: Request, model: type[_Fields]) -> Body[_Fields]:
-    health = service.client.health
-    if health is not Health.READY:
-        raise unavailable(health.value)
-    return await read_body(request, service.config.limits, model)
-
-
 def _answer_id(service: Service, request: Request, prefix: str) -> str:
     return service.answer_id(prefix, request.state.request_id)
-
-
-async def _run(service: Service, request: Request, plan: Plan, stream: bool) -> Response:
-    generation = service.launch(plan)
-    if stream:
-        return EventStream(streamed_answer(generation), lambda: service.land(generation))
-    try:
-        answer = await while_connected(request.receive, whole_answer(generation))
-    finally:
-        service.land(generation)
-    return Response(answer, media_type=JSON)

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from msgspec import Struct
 
@@ -58,7 +58,7 @@ class Renderer(Protocol):
         """What comes instead of the rest."""
         ...
 
-    def whole(self, updates: Sequence[Update], usage: Usage) -> Struct:
+    def whole(self, updates: Sequence[Update], usage: Usage) -> Struct | dict[str, Any]:
         """The answer that is not streamed, from one joined update a choice."""
         ...
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from .chat_protocol import AbortRequest, ChatRequest, DetokenizeRequest, TokenizeRequest
+from .messages_api.protocol import CountRequest, MessagesRequest
 from .protocol import CompletionRequest
 
 _REF = "#/components/schemas/{model}"
@@ -24,6 +25,8 @@ _BODIES: Mapping[str, type[BaseModel]] = MappingProxyType(
         "/tokenize": TokenizeRequest,
         "/detokenize": DetokenizeRequest,
         "/abort": AbortRequest,
+        "/messages": MessagesRequest,
+        "/messages/count_tokens": CountRequest,
     }
 )
 _FAILURES: Mapping[str, str] = MappingProxyType(

@@ -8,7 +8,7 @@ behind a stop string is dropped here.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ..configs.logprobs import TokenLogprobs
 from ..scheduler.messages import RequestOutput
@@ -41,19 +41,51 @@ class RawText:
         return []
 
 
+class Shown(NamedTuple):
+    """A piece of text that can be shown: of the thoughts, or of the answer."""
+
+    text: str
+    is_reasoning: bool = False
+
+
+Part = Shown | CallStart | CallArgs
+
+
 @dataclass
 class Update:
-    """What some tokens of a choice added; `offsets` are the places where their texts begin."""
+    """What some tokens of a choice added; `offsets` are the places where their texts begin.
 
-    content: str = ""
-    reasoning: str = ""
-    calls: list[CallStart | CallArgs] = field(default_factory=list)
+    `parts` are in the order of the model's text; `content`, `reasoning` and `calls` sort them.
+    """
+
+    parts: list[Part] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+
+    @property
+    def content(self) -> str:
+        return self._text(is_reasoning=False)
+
+    @property
+    def reasoning(self) -> str:
+        return self._text(is_reasoning=True)
+
+    @property
+    def calls(self) -> list[CallStart | CallArgs]:
+        return [part for part in self.parts if not isinstance(part, Shown)]
+
+    def show(self, text: str, is_reasoning: bool = False) -> None:
+        """Add text, if there is any."""
+        if text:
+            self.parts.append(Shown(text, is_reasoning))
+
+    def _text(self, is_reasoning: bool) -> str:
+        shown = (part for part in self.parts if isinstance(part, Shown))
+        return "".join(part.text for part in shown if part.is_reasoning == is_reasoning)
 
 
 @dataclass(frozen=True)
@@ -145,8 +177,8 @@ class ChoiceText:
         events = [*self._parser.feed(tail), *self._parser.finish(reason != "stop")]
         self._take(events, update, is_tail=True)
         if self._end is None:
-            update.reasoning += self._matchers[ReasoningText].flush()
-            update.content += self._matchers[ContentText].flush()
+            update.show(self._matchers[ReasoningText].flush(), is_reasoning=True)
+            update.show(self._matchers[ContentText].flush())
             if reason in ("stop", "length") and self._num_calls and not self._in_call:
                 reason = "tool_calls"
             last = output.token_ids[-1] if output.token_ids else -1
@@ -164,17 +196,17 @@ class ChoiceText:
                 case ReasoningText(text, start):
                     self._is_thinking = self._is_thinking or not is_tail
                     self._thoughts_end = start + len(text)
-                    update.reasoning += self._visible(event)
+                    update.show(self._visible(event), is_reasoning=True)
                 case ContentText():
                     self._leave_thoughts(is_tail)
-                    update.content += self._visible(event)
+                    update.show(self._visible(event))
                 case CallStart():
                     self._leave_thoughts(is_tail)
                     self._in_call = True
-                    update.content += self._matchers[ContentText].flush()
-                    update.calls.append(event)
+                    update.show(self._matchers[ContentText].flush())
+                    update.parts.append(event)
                 case CallArgs():
-                    update.calls.append(event)
+                    update.parts.append(event)
                 case CallEnd():
                     self._end_call()
             if self._end is not None:
@@ -213,12 +245,9 @@ class ChoiceText:
 
 def join_updates(updates: Sequence[Update]) -> Update:
     """One update that says the same as all of them."""
-    joined = Update(
-        content="".join(update.content for update in updates),
-        reasoning="".join(update.reasoning for update in updates),
-    )
+    joined = Update()
     for update in updates:
-        joined.calls += update.calls
+        joined.parts += update.parts
         joined.token_ids += update.token_ids
         joined.logprobs += update.logprobs
         joined.offsets += update.offsets

@@ -9,6 +9,7 @@ import pytest
 from scripted_engine import CONTEXT, EOS, INFO, VOCAB, Bed, serving
 from sse_reader import both, post, read_events, stream
 from tokenizers_small import small_tokenizer
+from written_answers import CALL, write
 
 PATH = "/v1/chat/completions"
 WIDE = msgspec.structs.replace(INFO, max_model_len=4096)
@@ -26,27 +27,6 @@ TOOLS = [
         },
     }
 ]
-CALL = (
-    "\n\n<｜DSML｜function_calls>\n"
-    '<｜DSML｜invoke name="add">\n'
-    '<｜DSML｜parameter name="a" string="false">2</｜DSML｜parameter>\n'
-    '<｜DSML｜parameter name="note" string="true">{note}</｜DSML｜parameter>\n'
-    "</｜DSML｜invoke>\n"
-    "</｜DSML｜function_calls>"
-)
-
-
-def write(*parts: str | int):
-    """A script whose model writes texts, control tokens as such where a part names one."""
-    tokenizer = small_tokenizer(VOCAB)
-    ids: list[int] = []
-    for part in parts:
-        if isinstance(part, int):
-            ids.append(part)
-        else:
-            # The full tokenizer reads markers as the control tokens that a model writes.
-            ids += tokenizer.encode_text(part, add_bos=False)
-    return lambda submit: ids
 
 
 def prompt_text(bed: Bed, index: int = -1) -> str:

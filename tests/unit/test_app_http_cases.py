@@ -14,9 +14,10 @@ from minidsa.scheduler.messages import Submit
 from minidsa.server.chat_formats import JinjaFormat
 from minidsa.server.chat_template import ChatTemplate
 from minidsa.server.tokenizer_files import TokenizerSettings
-from scripted_engine import CONTEXT, EOS, INFO, VOCAB, Bed, Script, serving
+from scripted_engine import CONTEXT, EOS, INFO, VOCAB, Bed, serving
 from sse_reader import both, post
 from tokenizers_small import small_tokenizer
+from written_answers import write
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -29,11 +30,6 @@ def quoted_text(submit: Submit) -> Iterable[int]:
     """Words and quotes, chosen by the prompt."""
     words = random.Random(sum(submit.prompt_ids)).choices(WORDS, k=20)
     return [*small_tokenizer(VOCAB).encode_runs([" ".join(words)]), EOS]
-
-
-def write(*texts: str) -> Script:
-    ids = [i for text in texts for i in small_tokenizer(VOCAB).encode_runs([text])]
-    return lambda submit: [*ids, EOS]
 
 
 @RHYTHMS
@@ -55,7 +51,7 @@ async def test_http_12_streams_lose_no_words_next_to_quotes(burst):
 async def test_http_13_stops_hold_in_every_form(burst, ids):
     text = "one two END three"
     fields = {"max_tokens": 100, "return_token_ids": ids}
-    async with serving(write(text), burst=burst) as bed:
+    async with serving(write(text, EOS), burst=burst) as bed:
         answers = await both(bed, COMPLETIONS, prompt="x", stop="END", **fields)
         assert answers[0]["content"] == "one two "
         assert (answers[0]["finish_reason"], answers[0]["stop_reason"]) == ("stop", "END")
@@ -70,7 +66,7 @@ async def test_http_13_stops_hold_in_every_form(burst, ids):
 async def test_http_14_logprobs_are_those_of_single_steps():
     found = []
     for burst in (1, 4):
-        async with serving(write("one two three"), burst=burst) as bed:
+        async with serving(write("one two three", EOS), burst=burst) as bed:
             fields = {"max_tokens": 10, "logprobs": True, "top_logprobs": 20}
             answers = await both(bed, CHAT, messages=HI, **fields)
             found.append(answers[0]["logprobs"]["content"])
@@ -96,7 +92,7 @@ async def test_http_15_a_loop_of_two_tool_calls(burst):
     def play(submit: Submit) -> Iterable[int]:
         told = small_tokenizer(VOCAB).decode(submit.prompt_ids)
         name = "time" if "<result>" in told else "weather"
-        return write(INVOKE.format(name=name, city="Oslo"))(submit)
+        return write(INVOKE.format(name=name, city="Oslo"), EOS)(submit)
 
     async with serving(play, burst=burst, info=WIDE) as bed:
         messages: list[dict[str, Any]] = list(HI)

@@ -155,6 +155,19 @@ def test_min_tokens_masks_stop_ids_until_reached(logits):
     assert sample(logits[:1], [row(outputs=(5, 6), **fields)]) == [best]
 
 
+def test_a_thinking_budget_forces_the_end_of_thoughts_once(logits):
+    def chosen(outputs: tuple[int, ...], **fields) -> int:
+        fields = {"thinking_budget": 3, "end_think_id": 17, "temperature": 0.0} | fields
+        return sample(logits[:1], [row(outputs=outputs, **fields)])[0]
+
+    free = logits[0].argmax().item()
+    assert free != 17
+    assert chosen((4, 5)) == free
+    assert chosen((4, 5, 6)) == chosen((4, 5, 6, 7)) == 17
+    assert chosen((4, 5, 6), temperature=1.0, logit_bias={17: -100.0}) == 17
+    assert chosen((4, 17, 6, 7)) == chosen((4, 5, 6, 17, 8, 9)) == free
+
+
 def test_adjusted_rows_leave_their_mates_alone(logits):
     plain = sample(logits, [row(temperature=0.0)] * 8)
     rows = [row(temperature=0.0) for _ in range(8)]

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API over the chat of this server: types, translation, answers, store."""

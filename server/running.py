@@ -1,0 +1,39 @@
+"""What every generating route does around its plan: read a body while ready, run, answer, land."""
+
+from typing import TypeVar
+
+from fastapi import Request, Response
+from pydantic import BaseModel
+
+from .bodies import Body, read_body
+from .engine_client import Health
+from .errors import unavailable
+from .generation import Plan, streamed_answer, whole_answer
+from .service import Service
+from .sse import EventStream, while_connected
+
+JSON = "application/json"
+
+_Fields = TypeVar("_Fields", bound=BaseModel)
+
+
+async def read_when_ready(
+    service: Service, request: Request, model: type[_Fields]
+) -> Body[_Fields]:
+    """The body of a request; raises ApiError 503 before it is read where nothing is served."""
+    health = service.client.health
+    if health is not Health.READY:
+        raise unavailable(health.value)
+    return await read_body(request, service.config.limits, model)
+
+
+async def run_plan(service: Service, request: Request, plan: Plan, stream: bool) -> Response:
+    """The answer to a plan, in one piece or as events; a client that leaves ends it."""
+    generation = service.launch(plan)
+    if stream:
+        return EventStream(streamed_answer(generation), lambda: service.land(generation))
+    try:
+        answer = await while_connected(request.receive, whole_answer(generation))
+    finally:
+        service.land(generation)
+    return Response(answer, media_type=JSON)
