@@ -26,6 +26,8 @@ class LimitsConfig:
     """Prompts times choices of one request."""
     max_request_tokens: int = 1024 * 1024
     """Prompt tokens of one request, all its prompts together."""
+    max_stored_bytes: int = 64 * 1024 * 1024
+    """Memory for responses that later ones continue; 0: none is stored."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from .generating_routes import generating_routes
 from .messages_api.errors import shaped_body
 from .messages_api.routes import messages_routes
 from .openapi import describe_api
+from .responses_api.routes import responses_routes
 from .service import Service
 from .side_routes import side_routes
 from .sse import ClientGone
@@ -30,6 +31,7 @@ def create_app(service: Service) -> ASGIApp:
     )
     app.include_router(generating_routes(service))
     app.include_router(messages_routes(service))
+    app.include_router(responses_routes(service))
     app.include_router(side_routes(service))
     description = describe_api(app)
 

@@ -1,5 +1,7 @@
 """The routes that run the model: both generating ones and the abort of what they started."""
 
+import re
+
 from fastapi import APIRouter, Request, Response
 
 from .bodies import read_body
@@ -22,7 +24,7 @@ def generating_routes(service: Service) -> APIRouter:
 
     async def chat(request: Request) -> Response:
         prepared = await prepare_chat(service, await read_when_ready(service, request, ChatRequest))
-        fields, answer_id = prepared.request, _answer_id(service, request, "chatcmpl")
+        fields, answer_id = prepared.request, _answer_id(service, request, "chatcmpl-")
         objects = ChatRenderer(service, fields, prepared.prompt, answer_id)
         renderer = OpenAIStream(objects, fields.stream_options)
         plan = Plan(answer_id, prepared.choices, renderer)
@@ -31,7 +33,7 @@ def generating_routes(service: Service) -> APIRouter:
     async def completions(request: Request) -> Response:
         body = await read_when_ready(service, request, CompletionRequest)
         prepared = await prepare_completion(service, body)
-        fields, answer_id = prepared.request, _answer_id(service, request, "cmpl")
+        fields, answer_id = prepared.request, _answer_id(service, request, "cmpl-")
         objects = CompletionRenderer(service, fields, prepared.prompts, answer_id)
         renderer = OpenAIStream(objects, fields.stream_options)
         plan = Plan(answer_id, prepared.choices, renderer, len(prepared.prompts))
@@ -45,7 +47,7 @@ def generating_routes(service: Service) -> APIRouter:
             generation
             for generation in service.generations.values()
             if body.all
-            or body.request_id in (generation.plan.id, generation.plan.id.partition("-")[2])
+            or body.request_id in (generation.plan.id, _without_prefix(generation.plan.id))
         ]
         if not found and not body.all:
             raise ApiError(404, "No request with this id is in flight", code="request_not_found")
@@ -59,6 +61,11 @@ def generating_routes(service: Service) -> APIRouter:
         router.add_api_route(path, completions, methods=["POST"], name=f"completions {path}")
     router.add_api_route("/abort", abort, methods=["POST"])
     return router
+
+
+def _without_prefix(answer_id: str) -> str:
+    """The client's own id, where it gave one."""
+    return re.split("[-_]", answer_id, maxsplit=1)[1]
 
 
 def encode_count(aborted: int) -> bytes:

@@ -16,6 +16,7 @@ from pydantic.json_schema import models_json_schema
 from .chat_protocol import AbortRequest, ChatRequest, DetokenizeRequest, TokenizeRequest
 from .messages_api.protocol import CountRequest, MessagesRequest
 from .protocol import CompletionRequest
+from .responses_api.protocol import ResponsesRequest
 
 _REF = "#/components/schemas/{model}"
 _BODIES: Mapping[str, type[BaseModel]] = MappingProxyType(
@@ -25,6 +26,7 @@ _BODIES: Mapping[str, type[BaseModel]] = MappingProxyType(
         "/tokenize": TokenizeRequest,
         "/detokenize": DetokenizeRequest,
         "/abort": AbortRequest,
+        "/responses": ResponsesRequest,
         "/messages": MessagesRequest,
         "/messages/count_tokens": CountRequest,
     }

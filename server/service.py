@@ -78,7 +78,7 @@ class Service:
 
     def answer_id(self, prefix: str, request_id: str) -> str:
         """An id for an answer, unique among those in flight."""
-        name = f"{prefix}-{request_id}"
+        name = f"{prefix}{request_id}"
         taken = any(generation.plan.id == name for generation in self.generations.values())
         return f"{name}-{secrets.token_hex(4)}" if taken else name
 

@@ -99,7 +99,10 @@ def _api_error(error: ValidationError) -> ApiError:
 
 
 def _path(problem: ErrorDetails) -> str:
-    return ".".join(str(part)[:64] for part in problem["loc"])
+    """Where the field stands; tags of unions, which are in angle brackets, are no fields."""
+    *parents, last = map(str, problem["loc"] or ("",))
+    fields = [part for part in parents if not part.startswith("<")]
+    return ".".join(part[:64] for part in (*fields, last))
 
 
 def _problem(problem: ErrorDetails) -> str:

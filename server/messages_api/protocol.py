@@ -63,16 +63,16 @@ class ToolResultBlock(_Block):
     is_error: bool = False
 
 
-def _kind(value: Any) -> str | None:
-    return value.get("type") if isinstance(value, dict) else value.type
+def _tag(value: Any) -> str:
+    return f"<{value.get('type') if isinstance(value, dict) else value.type}>"
 
 
 Block = Annotated[
-    Annotated[TextBlock, Tag("text")]
-    | Annotated[ThinkingBlock, Tag("thinking")]
-    | Annotated[ToolUseBlock, Tag("tool_use")]
-    | Annotated[ToolResultBlock, Tag("tool_result")],
-    Discriminator(_kind),
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")],
+    Discriminator(_tag),
 ]
 
 

@@ -23,7 +23,7 @@ def messages_routes(service: Service) -> APIRouter:
         with readdressed(addresses):
             chat = await prepare_chat(service, chat_body)
         request_id = request.state.request_id
-        answer_id = service.answer_id("msg", request_id)
+        answer_id = service.answer_id("msg_", request_id)
         renderer = MessageRenderer(
             answer_id,
             service.model_name,

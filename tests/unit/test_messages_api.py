@@ -65,7 +65,7 @@ async def test_api_98_text(burst):
         assert answer.usage.input_tokens == len(prompt)
         assert bed.engine.submits[-1].prompt_ids == prompt
         assert answer.usage.output_tokens == len(bed.ids("hello there")) + 1
-        assert answer.id.startswith("msg_") or answer.id.startswith("msg-")
+        assert answer.id.startswith("msg_")
 
 
 async def test_api_98_stop_sequences_and_lengths():
