@@ -161,7 +161,7 @@ def draft_agreement(
 ) -> list[float]:
     """How often the MTP layer's guesses are what the model says next, in assistant text.
 
-    One figure for each depth: the second guess feeds on the first, and so on.
+    One figure for each depth: the second guess feeds on the first, and so on, if those were right.
     """
     agreed, count = [0] * depth, 0
     for tokens, weights in by_row(*bench.held_out(length, mix)):

@@ -81,6 +81,21 @@ class Attention(nn.Module):
         k = torch.cat([k_nope, k_rope.to(k_nope.dtype)], dim=-1).transpose(1, 2)
         return q.to(v.dtype), k, v.transpose(1, 2), q_latent
 
+    def among(self, x: Tensor, known: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """Each row of `x` attends to itself and to the rows of `known` before it, all of them."""
+        q, k, v, _ = self.qkv(x, rope)
+        _, known_k, known_v, _ = self.qkv(known, rope)
+        before = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril(-1)
+        own = torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
+        out = F.scaled_dot_product_attention(
+            q,
+            torch.cat([known_k, k], dim=2),
+            torch.cat([known_v, v], dim=2),
+            attn_mask=torch.cat([before, own], dim=1),
+            scale=self.config.softmax_scale,
+        )
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, probe: Tensor | None
     ) -> tuple[Tensor, Report | None]:
@@ -174,6 +189,17 @@ class MtpBlock(Block):
         """The layer's input: embedding half first."""
         return self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
 
+    def go_on(self, joined: Tensor, known: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """The layer over rows that are guesses, each behind the rows of known tokens alone.
+
+        That is how a second guess is made; a third one also sees the second, which is left out.
+        """
+        among = self.self_attn.among(
+            self.input_layernorm(joined), self.input_layernorm(known), rope
+        )
+        x = joined + among
+        return x + self.mlp(self.post_attention_layernorm(x))
+
 
 class Decoder(nn.Module):
     """The part of the checkpoint under `model.`; its last layer is the MTP layer."""
@@ -225,7 +251,8 @@ class TinyDsa(nn.Module):
     ) -> Output:
         """tokens [B, T]; `following`, the token after each of them, switches the MTP layer on.
 
-        It then runs `depth` times, from the second on over what it gave for the row before.
+        It then runs `depth` times, from the second on over what it gave for the row before, and
+        densely.
         """
         rope = (self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]])
         x = self.model.embed_tokens(tokens)
@@ -237,11 +264,13 @@ class TinyDsa(nn.Module):
         hidden, drafts = self.model.norm(x), []
         if following is not None:
             assert isinstance(mtp, MtpBlock)
-            embedded, carried = self.model.embed_tokens(following), hidden
-            for number in range(depth):
-                joined = mtp.join(embedded, carried)
-                joined, report = mtp(joined, rope, attend, None if number else probe)
-                reports.append(report)
-                drafts.append(mtp.shared_head["norm"](joined))
+            embedded = self.model.embed_tokens(following)
+            known = mtp.join(embedded, hidden)
+            x, report = mtp(known, rope, attend, probe)
+            reports.append(report)
+            drafts.append(mtp.shared_head["norm"](x))
+            while len(drafts) < depth:
                 carried = torch.cat([hidden[:, :1], drafts[-1][:, :-1]], dim=1)
+                x = mtp.go_on(mtp.join(embedded, carried), known.detach(), rope)
+                drafts.append(mtp.shared_head["norm"](x))
         return Output(hidden, drafts, [r for r in reports if r is not None])
