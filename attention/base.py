@@ -5,6 +5,7 @@ The model hands over queries that are not absorbed yet; a backend chooses the fo
 rows are in the cache before a backend is called: backends only read it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -72,6 +73,11 @@ class Query:
         return Query(self.nope_THN[start:stop], self.rope_THR[start:stop], index)
 
 
+# Attention over chosen slots in place: queries, rows, slots, counts, latent width; what it returns
+# is told at `kernels.reference.sparse_attention`, in the queries' dtype.
+SlotAttention = Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+
+
 class Plan(Protocol):
     """A backend's schedule for one step.
 
@@ -86,10 +92,16 @@ class Plan(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """One way to attend over the paged cache."""
+    """One way to attend over the paged cache.
+
+    slot_attention: the kernel it brings for sparse attention around it; None: it brings none.
+    """
 
     name: str
     page_size: int
+
+    @property
+    def slot_attention(self) -> SlotAttention | None: ...
 
     def plan(self, batch: AttentionBatch, *, out: Plan | None = None) -> Plan:
         """Schedule one step; with `out`, refresh that plan's buffers in place.

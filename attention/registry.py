@@ -6,6 +6,7 @@ start.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import MappingProxyType
 
 import torch
@@ -18,12 +19,19 @@ from .sparse.dsa import DsaBackend
 
 @dataclass(frozen=True)
 class Support:
-    """A dense backend and what it runs on; page_sizes None: any."""
+    """A dense backend and what it runs on; page_sizes None: any. package: must be installed."""
 
     build: Callable[[CacheStorage], AttentionBackend]
     device_types: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
     page_sizes: tuple[int, ...] | None
+    package: str | None = None
+
+
+def _triton(storage: CacheStorage) -> AttentionBackend:
+    from .dense.triton import TritonDenseBackend  # noqa: PLC0415 - only where triton is installed
+
+    return TritonDenseBackend(storage)
 
 
 # Best first: "auto" takes the first that supports what is asked. A model with an indexer gets
@@ -35,6 +43,10 @@ BACKENDS: Mapping[str, Support] = MappingProxyType(
             ("cpu", "cuda"),
             (torch.float32, torch.bfloat16, torch.float16),
             None,
+        ),
+        # Behind torch until its kernels have been tested on a GPU.
+        "triton": Support(
+            _triton, ("cuda",), (torch.bfloat16, torch.float16), None, package="triton"
         ),
     }
 )
@@ -91,6 +103,8 @@ def _misfit(support: Support, device_type: str, dtype: torch.dtype, page_size: i
         return f"runs on {', '.join(support.device_types)}, not on {device_type}"
     if dtype not in support.dtypes:
         return f"computes in {', '.join(map(str, support.dtypes))}, not in {dtype}"
+    if support.package is not None and find_spec(support.package) is None:
+        return f"needs the package {support.package}, which is not installed"
     if support.page_sizes is not None and page_size not in support.page_sizes:
         sizes = ", ".join(map(str, support.page_sizes))
         return f"takes pages of {sizes} tokens, not of {page_size}"

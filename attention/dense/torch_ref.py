@@ -73,6 +73,7 @@ class TorchDenseBackend:
     """
 
     name = "torch"
+    slot_attention = None
 
     def __init__(self, storage: CacheStorage, *, workspace_bytes: int = WORKSPACE_BYTES) -> None:
         self.storage = storage

@@ -12,7 +12,7 @@ from typing import Literal
 from torch import Tensor
 
 from ...kv_cache.storage import CacheStorage
-from ..base import AttentionBackend, MlaLayer, Plan, Query
+from ..base import AttentionBackend, MlaLayer, Plan, Query, SlotAttention
 from ..kernels.reference import absorbed_query, latent_attention, unabsorb
 from ..kernels.topk import check_selection
 from ..metadata import AttentionBatch, Part
@@ -45,11 +45,15 @@ class DsaPlan:
 class DsaBackend:
     """See `base.AttentionBackend`; attends to what `dense` cannot do exactly.
 
+    Selected rows are attended to in place where `dense` brings a kernel for that, else gathered.
+
     workspace_bytes bounds the index scores of a tile with all that top-k makes of them, and the
     rows gathered at once; down to those of one query.
     mode: "sparse" always selects, "dense" never does (and is then inexact above `index_topk`).
     on_select watches the selections. check_selections raises RuntimeError on an impossible one.
     """
+
+    slot_attention = None
 
     def __init__(
         self,
@@ -125,6 +129,8 @@ class DsaBackend:
         q.require(selection.part.num_tokens, self.storage.dtype)
         self._score(layer.index, q, selection)
         q_THX = absorbed_query(q.nope_THN, q.rope_THR, layer.w_uk_HNC, layer.scale)
+        if self.dense.slot_attention is not None:
+            return self._attend_in_place(layer, q_THX, selection, self.dense.slot_attention)
         tokens, _, width = q_THX.shape
         step = max(1, self.size.workspace_bytes // (4 * self.size.topk * width))
         if step >= tokens:
@@ -149,6 +155,15 @@ class DsaBackend:
             self.on_select(layer, selection.positions_TK, counts_T)
         if self.check_selections:
             check_selection(selection.positions_TK, selection.visible_T)
+
+    def _attend_in_place(
+        self, layer: MlaLayer, q_THX: Tensor, selection: Selection, attend: SlotAttention
+    ) -> Tensor:
+        rows_SX = self.storage.latent_rows(layer.index, slice(None))
+        slots_TK = selection.slots_of(slice(0, len(q_THX)))
+        width = layer.w_uk_HNC.shape[2]
+        out_THC, _ = attend(q_THX, rows_SX, slots_TK, selection.visible_T, width)
+        return unabsorb(out_THC, layer.w_uv_HVC)
 
     def _attend_rows(
         self, layer: MlaLayer, q_THX: Tensor, selection: Selection, rows: slice

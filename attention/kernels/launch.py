@@ -1,0 +1,27 @@
+"""What every kernel's launch needs: a compiler without types, and the size of the GPU."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+
+# Launch options such as num_warps are no parameters of a kernel's function: to a type checker a
+# kernel is anything.
+jit: Callable[[Callable[..., Any]], Any] = triton.jit
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is not below n, for n of at least 1."""
+    return 1 << (n - 1).bit_length()
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 where kernels are interpreted."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
