@@ -21,6 +21,7 @@ from minidsa.kv_cache.storage import CacheStorage
 HEADS, NOPE, ROPE, LATENT, VALUE = 3, 8, 4, 12, 6
 INDEX_HEADS, INDEX_WIDTH, TOPK = 4, 8, 16
 LAYERS = 2
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -66,14 +67,13 @@ class Bed:
     index_heads: int = INDEX_HEADS
     seed: int = 0
     dtype: torch.dtype = torch.float32
+    device: torch.device = CPU  # of the cache, the weights, batches and queries
     sequences: dict[str, Tokens] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.generator = torch.Generator().manual_seed(self.seed)
         layout = RowLayout(LATENT + ROPE, INDEX_WIDTH, self.index_layers)
-        self.storage = CacheStorage(
-            layout, self.num_pages, self.page_size, self.dtype, torch.device("cpu")
-        )
+        self.storage = CacheStorage(layout, self.num_pages, self.page_size, self.dtype, self.device)
         self.storage.latent_LSC.fill_(torch.nan)
         for keys in self.storage.index_k:
             if keys is not None:
@@ -84,7 +84,7 @@ class Bed:
 
     def _layer(self, index: int) -> MlaLayer:
         # Both halves are slices of one tensor, as in a loaded model.
-        kv_b = self.normal(self.heads, NOPE + VALUE, LATENT).to(self.dtype)
+        kv_b = self.normal(self.heads, NOPE + VALUE, LATENT).to(self.device, self.dtype)
         return MlaLayer(index, (NOPE + ROPE) ** -0.5, kv_b[:, :NOPE], kv_b[:, NOPE:])
 
     def normal(self, *shape: int) -> Tensor:
@@ -111,14 +111,20 @@ class Bed:
     def write(self, name: str, stop: int) -> None:
         """Put the rows of tokens up to `stop` into the cache."""
         tokens = self.sequences[name]
-        slots = torch.tensor(self.slots(name, tokens.written, stop))
+        slots = torch.tensor(self.slots(name, tokens.written, stop), device=self.device)
         for layer in range(len(self.layers)):
             span = slice(tokens.written, stop)
-            latent, rope = tokens.latent[layer, span], tokens.rope[layer, span]
-            self.storage.write_latent(layer, slots, latent.to(self.dtype), rope.to(self.dtype))
+            latent, rope = (
+                self._put(tokens.latent[layer, span]),
+                self._put(tokens.rope[layer, span]),
+            )
+            self.storage.write_latent(layer, slots, latent, rope)
             if self.index_layers[layer]:
-                self.storage.write_index(layer, slots, tokens.index_k[layer, span].to(self.dtype))
+                self.storage.write_index(layer, slots, self._put(tokens.index_k[layer, span]))
         tokens.written = max(tokens.written, stop)
+
+    def _put(self, values: Tensor) -> Tensor:
+        return values.to(self.device, self.dtype)
 
     def slots(self, name: str, start: int, stop: int) -> list[int]:
         pages, size = self.sequences[name].pages, self.page_size
@@ -137,10 +143,17 @@ class Bed:
             num_extends=num_extends,
             query_lens=tuple(c.stop - c.start for c in chunks),
             context_lens=tuple(c.start for c in chunks),
-            positions_T=torch.tensor([i for c in chunks for i in range(c.start, c.stop)]),
-            slots_T=torch.tensor([s for c in chunks for s in self.slots(c.name, c.start, c.stop)]),
+            positions_T=torch.tensor(
+                [i for c in chunks for i in range(c.start, c.stop)], device=self.device
+            ),
+            slots_T=torch.tensor(
+                [s for c in chunks for s in self.slots(c.name, c.start, c.stop)],
+                device=self.device,
+            ),
             block_table_BP=torch.tensor(
-                [t[:width] + [0] * (width - len(t)) for t in tables], dtype=torch.int32
+                [t[:width] + [0] * (width - len(t)) for t in tables],
+                dtype=torch.int32,
+                device=self.device,
             ),
         )
 
@@ -150,8 +163,8 @@ class Bed:
                 [getattr(self.sequences[c.name], name)[layer, c.start : c.stop] for c in chunks]
             )
 
-        index = IndexQuery(rows("index_q").to(self.dtype), rows("index_w"))
-        return Query(rows("q_nope").to(self.dtype), rows("q_rope").to(self.dtype), index)
+        index = IndexQuery(self._put(rows("index_q")), rows("index_w").to(self.device))
+        return Query(self._put(rows("q_nope")), self._put(rows("q_rope")), index)
 
     def attend(
         self, backend: AttentionBackend, plan: Plan, chunks: Sequence[Chunk], layer: int = 0
@@ -188,7 +201,8 @@ class Bed:
         tokens, count = self.sequences[name], position + 1
         chosen = list(range(count)) if topk is None else self.selected(name, position, topk, layer)
         mla = self.layers[layer]
-        weights = oracle.Weights(mla.w_uk_HNC.float(), mla.w_uv_HVC.float(), mla.scale)
+        w_uk, w_uv = mla.w_uk_HNC.cpu().float(), mla.w_uv_HVC.cpu().float()
+        weights = oracle.Weights(w_uk, w_uv, mla.scale)
         latents, ropes = tokens.latent[layer, chosen], tokens.rope[layer, chosen]
         return oracle.attend(weights, tokens.row(layer, position), latents, ropes)[0]
 
@@ -204,4 +218,4 @@ class Bed:
 def assert_close(actual: Tensor, expected: Tensor) -> None:
     """fp32 rounding apart, and finite."""
     assert actual.isfinite().all()
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual.cpu(), expected, rtol=1e-4, atol=1e-5)

@@ -90,6 +90,28 @@ def test_sparse_without_an_indexer_is_refused():
         on().build(storage, None)
 
 
+def test_kernels_are_taken_when_asked_for():
+    fits: dict[str, Any] = {"device_type": "cuda", "dtype": torch.bfloat16, "page_size": 64}
+    assert on("triton", **fits).name == "triton"
+    assert on("auto", **fits).name == "torch"
+    with pytest.raises(ValueError, match="triton runs on cuda, not on cpu"):
+        on("triton")
+
+
+def test_a_package_that_is_not_installed_is_named(monkeypatch):
+    missing = Support(never, ("cpu",), (torch.float32,), None, package="no_such_package")
+    monkeypatch.setattr(registry, "BACKENDS", {"kernels": missing, **registry.BACKENDS})
+    assert on().name == "torch"
+    with pytest.raises(ValueError, match="needs the package no_such_package, which is not inst"):
+        on("kernels")
+
+
+def test_build_of_kernels():
+    bed = Bed()
+    backend = on("triton", device_type="cuda", dtype=torch.bfloat16).build(bed.storage, TOPK)
+    assert backend.name == "dsa over triton"
+
+
 def test_build():
     storage = Bed().storage
     sparse = on().build(storage, TOPK)
