@@ -142,3 +142,21 @@ def slots_of_positions(positions_TK: Tensor, table_TP: Tensor, page_size: int) -
     pages_TK = table_TP.long().gather(1, places_TK // page_size)
     slots_TK = pages_TK * page_size + places_TK % page_size
     return slots_TK.masked_fill(positions_TK < 0, -1)
+
+
+def paged_index_scores(
+    q_TnD: Tensor,
+    weights_Tn: Tensor,
+    keys_SD: Tensor,
+    slots_TL: Tensor,
+    visible_T: Tensor,
+) -> Tensor:
+    """Index scores of each query over its own slots: fp32 [T, L], -inf from visible_T[t] on.
+
+    keys_SD: fp32 keys of all slots, dequantised; slots_TL: those of each query's request in order,
+    where anything may stand from visible_T[t] on. Twin of the index score kernels.
+    """
+    hidden_TL = torch.arange(slots_TL.shape[1], device=slots_TL.device) >= visible_T.unsqueeze(1)
+    keys_TLD = keys_SD[slots_TL.masked_fill(hidden_TL, 0)]
+    scores_TL = index_scores(q_TnD.unsqueeze(1), weights_Tn.unsqueeze(1), keys_TLD).squeeze(1)
+    return scores_TL.masked_fill(hidden_TL, HIDDEN)

@@ -1,0 +1,114 @@
+"""Compiles kernels for a Hopper GPU where there is none, through the functions that launch them.
+
+    python tests/kernels/compile_only.py
+
+Triton gets a driver that names compute capability 9.0, "loads" what was compiled and launches
+nothing, so that CPU tensors do. What the interpreter lets pass (types that change within a branch,
+shapes that tensor cores do not have, too much shared memory) fails here. Prints a line for each
+kernel: shared memory in bytes.
+"""
+
+import types
+from collections.abc import Callable
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from minidsa.attention.kernels import indexer_logits_hopper
+from minidsa.attention.kernels.cache_write import (
+    IndexWrite,
+    LatentWrite,
+    quantise_index_queries,
+    write_rows,
+)
+from minidsa.attention.kernels.fp8_rows import (
+    FP8,
+    PlainIndexPages,
+    new_fp8_latent_rows,
+    new_index_pages,
+)
+from minidsa.attention.kernels.indexer_logits import indexer_logits, query_groups
+from minidsa.attention.kernels.topk_triton import PagedSlots, select_top_k
+
+CPU = torch.device("cpu")
+SHARED_MEMORY = 227 * 1024
+
+
+class CompileOnly:
+    """As much of a driver as compiling takes."""
+
+    def __init__(self) -> None:
+        self.utils = types.SimpleNamespace(
+            load_binary=self._load,
+            get_device_properties=lambda device: {"max_shared_mem": SHARED_MEMORY},
+            fill_tma_descriptor=lambda *args: None,
+        )
+
+    def _load(self, name: str, binary: bytes, shared: int, device: int) -> tuple:
+        print(f"{name}: {shared} bytes of shared memory")
+        return 0, 0, 0, 0, 1024
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def launcher_cls(self, source: object, metadata: object) -> Callable[..., None]:
+        return lambda *args: None
+
+
+def compile_index_scores() -> None:
+    pages, table = new_index_pages(3, 64, 128, CPU), torch.zeros(1, 2, dtype=torch.int32)
+    plain = PlainIndexPages(torch.zeros(3, 64, 128, dtype=torch.bfloat16))
+    for heads, tokens in ((64, 1), (64, 2), (64, 9), (32, 1), (32, 9)):
+        groups = query_groups([tokens], heads, CPU)
+        out, visible = torch.zeros(tokens, 128), torch.ones(tokens, dtype=torch.int32)
+        q, weights = torch.zeros(tokens, heads, 128), torch.zeros(tokens, heads)
+        indexer_logits(q.to(FP8), weights, pages, table, groups, visible, out)
+        indexer_logits(q.bfloat16(), weights, plain, table, groups, visible, out)
+        if groups.size * heads == 256:
+            inputs = (q.to(FP8), weights, pages, table, groups, visible, out)
+            indexer_logits_hopper.indexer_logits_hopper(*inputs)
+
+
+def compile_top_k() -> None:
+    slots = PagedSlots(torch.zeros(2, 9, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), 64)
+    for length in (500, 8192, 32768, 300_000):
+        scores, visible = torch.zeros(2, length), torch.ones(2, dtype=torch.int32)
+        select_top_k(scores, visible, 2048, slots=slots)
+        select_top_k(scores[:, :-1], visible, 512)
+
+
+def compile_cache_writes() -> None:
+    x, weight = torch.zeros(2, 704, dtype=torch.bfloat16), torch.zeros(512, dtype=torch.bfloat16)
+    angles, slots = torch.zeros(2, 32, dtype=torch.complex64), torch.zeros(2, dtype=torch.int64)
+    norm = torch.zeros(2, 128)
+    fp8 = IndexWrite(norm[0], norm[1], new_index_pages(1, 64, 128, CPU))
+    plain = IndexWrite(norm[0], norm[1], torch.zeros(64, 128, dtype=torch.bfloat16))
+    rows = LatentWrite(weight, new_fp8_latent_rows(64, 512, 64, CPU))
+    for power_of_two in (False, True):
+        write_rows(x, angles, slots, rows, fp8, power_of_two=power_of_two)
+    latent = LatentWrite(weight, torch.zeros(64, 576, dtype=torch.bfloat16))
+    write_rows(x, angles, slots, latent, plain)
+    write_rows(x, angles, slots, latent, None)
+    q = torch.zeros(2, 64, 128, dtype=torch.bfloat16)
+    quantise_index_queries(q, torch.zeros(2, 64), angles)
+    quantise_index_queries(q, torch.zeros(2, 64), None)
+
+
+def main() -> None:
+    driver: object = CompileOnly()
+    triton.runtime.driver.set_active(driver)
+    # What the kernel is made for cannot be asked of a CPU tensor.
+    indexer_logits_hopper.suits = lambda *args: True
+    for compile_kernels in (compile_index_scores, compile_top_k, compile_cache_writes):
+        compile_kernels()
+
+
+if __name__ == "__main__":
+    main()
