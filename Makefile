@@ -33,7 +33,7 @@ format: dev
 
 # Tokens per second on the CPU beside transformers; the committed result is of an idle machine.
 bench: dev
-	$(BIN)/python benchmarks/cpu_serving.py checkpoints/tiny-dsa \
+	$(BIN)/python -m benchmarks.cpu_serving checkpoints/tiny-dsa \
 		--threads 1 --output benchmarks/results/cpu_serving_1_thread.json
 
 # Makes checkpoints/tiny-dsa anew on a GPU, in two runs of eight minutes: see training/README.md.

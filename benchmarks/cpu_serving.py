@@ -1,13 +1,13 @@
 """Tokens per second on the CPU: this server over HTTP beside transformers' `generate`.
 
-Both run the same checkpoint in fp32 with the same number of threads, in turns within one run, so
-the ratios hold even where the machine is noisy. The ids are compared too: a fast wrong answer is
-no answer. They may differ where index scores are exactly equal, which random prompts cause:
-transformers breaks such ties in no order, this server takes the lower position. (With that order
-put into transformers, logprobs of the case of 1024 tokens differ by 3.1e-6 and all ids agree.)
-Run it as
+All run the same checkpoint in fp32 with the same number of threads, in turns within one run, so the
+ratios hold even where the machine is noisy: this server as it starts by default, this server
+without drafts, and transformers. Prompts are held-out text of the kind that tiny-dsa was trained
+on, new ones in each round, so no prefix is in the cache. The ids are compared too: a fast wrong
+answer is no answer. They may differ where index scores are exactly equal: transformers breaks such
+ties in no order, this server takes the lower position. Run it from the repository root as
 
-    python benchmarks/cpu_serving.py CHECKPOINT --threads 1 --output FILE.json
+    python -m benchmarks.cpu_serving CHECKPOINT --threads 1 --output FILE.json
 """
 
 import argparse
@@ -28,6 +28,9 @@ from typing import Any
 import httpx
 import torch
 import transformers
+from torch import Tensor
+
+from training.corpus import Mix, Source, held_out_batch
 
 MODEL = "benchmark"
 
@@ -43,14 +46,14 @@ class Job:
 class Ours:
     """A server process and the HTTP client that talks to it."""
 
-    def __init__(self, checkpoint: Path, threads: int) -> None:
+    def __init__(self, checkpoint: Path, threads: int, *flags: str) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "minidsa.server.cli", "serve", str(checkpoint)]
         command += ["--port", str(port), "--served-model-name", MODEL]
-        command += ["--num-threads", str(threads), "--dtype", "float32"]
+        command += ["--num-threads", str(threads), "--dtype", "float32", *flags]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         while not self._is_ready():
             if self.process.poll() is not None:
@@ -112,8 +115,8 @@ class Theirs:
         ).eval()
 
     @torch.inference_mode()
-    def run(self, jobs: list[Job]) -> tuple[float, list[list[int]]]:
-        """Seconds for one `generate` over all jobs, and the ids each job asked for."""
+    def run(self, jobs: list[Job]) -> tuple[float, list[list[int]], list[float]]:
+        """Seconds for one `generate` over all jobs, the ids each job asked for, no first times."""
         width = max(len(job.prompt) for job in jobs)
         steps = max(job.output_length for job in jobs)
         ids = torch.tensor([[0] * (width - len(j.prompt)) + j.prompt for j in jobs])
@@ -130,42 +133,61 @@ class Theirs:
         )
         seconds = time.perf_counter() - start
         rows = out[:, width:].tolist()
-        return seconds, [r[: j.output_length] for r, j in zip(rows, jobs, strict=True)]
+        return seconds, [r[: j.output_length] for r, j in zip(rows, jobs, strict=True)], []
 
 
-def make_jobs(rng: random.Random, vocab: int, prompts: list[int], outputs: list[int]) -> list[Job]:
-    return [
-        Job([rng.randrange(10, vocab) for _ in range(p)], o)
-        for p, o in zip(prompts, outputs, strict=True)
-    ]
+class Text:
+    """An endless row of held-out documents, of which each prompt takes the next piece."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._file = str(checkpoint / "tokenizer.json")
+        self._rows = 0
+        self._left: Tensor = torch.empty(0, dtype=torch.int64)
+
+    def take(self, count: int) -> list[int]:
+        while len(self._left) < count:
+            source = Source(self._file, Mix(), rows=1, length=4094, seed=0)
+            self._left = torch.cat([self._left, held_out_batch(source, 1, self._rows)[0][0]])
+            self._rows += 1
+        piece, self._left = self._left[:count], self._left[count:]
+        return piece.tolist()
 
 
-def compare(ours: Ours, theirs: Theirs, jobs: list[Job], rounds: int) -> dict:
-    """Run both in turns; medians of tokens per second and how many answers are equal."""
-    tokens = sum(job.output_length for job in jobs)
-    seconds: dict[str, list[float]] = {"ours": [], "transformers": []}
+def make_jobs(text: Text, prompts: list[int], outputs: list[int]) -> list[Job]:
+    return [Job(text.take(p), o) for p, o in zip(prompts, outputs, strict=True)]
+
+
+def compare(
+    runners: dict[str, Ours | Theirs], text: Text, case: tuple[list[int], list[int]], rounds: int
+) -> dict:
+    """Run all in turns; medians of tokens per second and how many answers are equal."""
+    prompts, outputs = case
+    seconds: dict[str, list[float]] = {name: [] for name in runners}
     firsts: list[float] = []
-    ours.run(jobs)  # warm-up of both, uncounted
-    _, reference = theirs.run(jobs)
-    answers: list[list[int]] = []
-    for _ in range(rounds):
-        elapsed, answers, first = ours.run(jobs)
-        seconds["ours"].append(elapsed)
-        firsts += first
-        elapsed, reference = theirs.run(jobs)
-        seconds["transformers"].append(elapsed)
-    rates = {name: tokens / statistics.median(values) for name, values in seconds.items()}
-    equal = sum(a == b for a, b in zip(answers, reference, strict=True))
+    num_equal = 0
+    for number in range(rounds + 1):
+        jobs = make_jobs(text, prompts, outputs)
+        answers: dict[str, list[list[int]]] = {}
+        for name, runner in runners.items():
+            elapsed, answers[name], first = runner.run(jobs)
+            if number:  # the first round warms up, uncounted
+                seconds[name].append(elapsed)
+                firsts += first if name == "ours" else []
+        if answers["ours"] != answers["without drafts"]:
+            raise SystemExit("drafts changed a token")
+        pairs = zip(answers["ours"], answers["transformers"], strict=True)
+        num_equal += sum(a == b for a, b in pairs)
+    rates = {name: sum(outputs) / statistics.median(values) for name, values in seconds.items()}
+    theirs = rates["transformers"]
     return {
-        "requests": len(jobs),
-        "prompt_tokens": [len(job.prompt) for job in jobs],
-        "output_tokens": [job.output_length for job in jobs],
-        "ours_tokens_per_second": round(rates["ours"], 1),
-        "transformers_tokens_per_second": round(rates["transformers"], 1),
-        "ratio": round(rates["ours"] / rates["transformers"], 2),
+        "requests": len(prompts),
+        "prompt_tokens": prompts,
+        "output_tokens": outputs,
+        "tokens_per_second": {name: round(rate, 1) for name, rate in rates.items()},
+        "ratio": {name: round(rate / theirs, 2) for name, rate in rates.items()},
         "seconds": {k: [round(s, 3) for s in v] for k, v in seconds.items()},
         "time_to_first_token_ms": round(statistics.median(firsts) * 1000, 1),
-        "answers_equal": f"{equal}/{len(jobs)}",
+        "answers_equal": f"{num_equal}/{len(prompts) * (rounds + 1)}",
     }
 
 
@@ -180,32 +202,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="ours over HTTP beside transformers' generate")
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
-    vocab = json.loads((args.checkpoint / "config.json").read_text())["vocab_size"]
     rng = random.Random(0)
     mixed = [rng.choice([16, 32, 64, 128, 256]) for _ in range(32)]
     cases = {
-        "one stream, 32 + 128": make_jobs(rng, vocab, [32], [128]),
-        "one stream, 1024 + 64": make_jobs(rng, vocab, [1024], [64]),
-        "32 requests, mixed prompts, 64 each": make_jobs(rng, vocab, mixed, [64] * 32),
-        "32 requests, mixed prompts and outputs": make_jobs(
-            rng, vocab, mixed, [rng.choice([16, 32, 64, 128]) for _ in range(32)]
+        "one stream, 32 + 128": ([32], [128]),
+        "one stream, 1024 + 64": ([1024], [64]),
+        "32 requests, mixed prompts, 64 each": (mixed, [64] * 32),
+        "32 requests, mixed prompts and outputs": (
+            mixed,
+            [rng.choice([16, 32, 64, 128]) for _ in range(32)],
         ),
     }
+    text, results = Text(args.checkpoint), {}
     ours = Ours(args.checkpoint, args.threads)
+    plain = Ours(args.checkpoint, args.threads, "--speculative", "none")
     try:
-        theirs = Theirs(args.checkpoint)
-        results = {}
-        for name, jobs in cases.items():
-            results[name] = compare(ours, theirs, jobs, args.rounds)
-            line = {k: v for k, v in results[name].items() if not isinstance(v, list | dict)}
+        runners = {
+            "ours": ours,
+            "without drafts": plain,
+            "transformers": Theirs(args.checkpoint),
+        }
+        for name, case in cases.items():
+            results[name] = compare(runners, text, case, args.rounds)
+            line = {k: v for k, v in results[name].items() if not isinstance(v, list)}
             print(name, json.dumps(line), flush=True)
     finally:
         ours.stop()
+        plain.stop()
     report = {
         "date": datetime.date.today().isoformat(),
         "processor": processor(),
