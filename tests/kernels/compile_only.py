@@ -10,6 +10,7 @@ kernel: shared memory in bytes.
 
 import types
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -102,7 +103,7 @@ def compile_cache_writes() -> None:
 
 
 def main() -> None:
-    driver: object = CompileOnly()
+    driver: Any = CompileOnly()
     triton.runtime.driver.set_active(driver)
     # What the kernel is made for cannot be asked of a CPU tensor.
     indexer_logits_hopper.suits = lambda *args: True
