@@ -25,6 +25,7 @@ from .banner import loaded_lines, ready_line
 from .chat_formats import choose_format
 from .engine_client import EngineClient, StartFailed
 from .http_protocol import guarded_protocol
+from .keys import read_keyring
 from .metrics import Metrics
 from .sampling import SeedSource, read_defaults
 from .service import Service
@@ -216,6 +217,7 @@ def make_service(
         tokenizer.check_vocab(info.vocab_size)
         choice = choose_format(info.model_type, directory, tokenizer)
         defaults, note = read_defaults(directory)
+        keyring = read_keyring(config.api_key, config.api_key_file)
     except ValueError as error:
         raise StartFailed(str(error)) from None
     notes = [] if note is None else [note]
@@ -235,6 +237,7 @@ def make_service(
         client=client,
         metrics=Metrics(name, lambda: client.stats),
         seeds=SeedSource(config.engine.seed),
+        keyring=keyring,
         notes=tuple(notes),
     )
 

@@ -35,6 +35,7 @@ from minidsa.scheduler.process import EngineDied
 from minidsa.server.app import create_app
 from minidsa.server.chat_formats import DeepseekV32
 from minidsa.server.engine_client import EngineClient
+from minidsa.server.keys import read_keyring
 from minidsa.server.metrics import Metrics
 from minidsa.server.sampling import SamplingDefaults, SeedSource
 from minidsa.server.service import Service
@@ -223,6 +224,7 @@ async def serving(
         client=client,
         metrics=Metrics("tiny", lambda: client.stats),
         seeds=SeedSource(config.engine.seed),
+        keyring=read_keyring(config.api_key, config.api_key_file),
     )
     app = create_app(service)
     if ready:
