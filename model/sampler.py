@@ -63,7 +63,7 @@ def _draw(logits_NV: Tensor, inputs: Sequence[SampleInput]) -> list[int]:
 
 
 def _adjust(logits_NV: Tensor, inputs: Sequence[SampleInput]) -> Tensor:
-    """Apply penalties, bias, minimum length and thinking budget to the rows that ask for them."""
+    """Apply penalties, bias, minimum length, grammar and thinking budget where they are asked."""
     adjusted_NV = logits_NV
     for i, row in enumerate(inputs):
         if _is_plain(row):
@@ -77,8 +77,8 @@ def _adjust(logits_NV: Tensor, inputs: Sequence[SampleInput]) -> Tensor:
 def _is_plain(row: SampleInput) -> bool:
     p = row.params
     penalised = p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0
-    changed = penalised or p.logit_bias or len(row.output_ids) < p.min_tokens
-    return not changed and row.forced_token is None
+    ruled = row.constraint is not None or row.forced_token is not None
+    return not (penalised or p.logit_bias or len(row.output_ids) < p.min_tokens or ruled)
 
 
 def _adjust_row(logits_V: Tensor, row: SampleInput) -> None:
@@ -95,8 +95,24 @@ def _adjust_row(logits_V: Tensor, row: SampleInput) -> None:
     if p.logit_bias:
         ids = torch.tensor(list(p.logit_bias), device=device)
         logits_V[ids] += torch.tensor(list(p.logit_bias.values()), device=device)
-    if len(row.output_ids) < p.min_tokens and p.stop_token_ids:
+    if row.constraint is not None:
+        # Last, so that no bias revives an id; stop ids before the minimum are its business too.
+        logits_V.masked_fill_(~_allowed(row.constraint.mask(), logits_V), float("-inf"))
+    elif len(row.output_ids) < p.min_tokens and p.stop_token_ids:
         logits_V[torch.tensor(p.stop_token_ids, device=device)] = float("-inf")
-    if row.forced_token is not None:
+    forced = row.forced_token
+    # A grammar lets thoughts end between characters only.
+    if forced is not None and (row.constraint is None or logits_V[forced] > float("-inf")):
         logits_V.fill_(float("-inf"))
-        logits_V[row.forced_token] = 0.0
+        logits_V[forced] = 0.0
+
+
+def _allowed(mask: bytes, like_V: Tensor) -> Tensor:
+    """The mask as a bool tensor; ids that it does not reach are not allowed."""
+    vocab, device = like_V.shape[0], like_V.device
+    packed = torch.frombuffer(bytearray(mask), dtype=torch.uint8).to(device)
+    bits = packed.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=device) & 1
+    allowed_V = torch.zeros(vocab, dtype=torch.bool, device=device)
+    flat = bits.flatten()[:vocab].bool()
+    allowed_V[: flat.shape[0]] = flat
+    return allowed_V

@@ -5,6 +5,7 @@ The scheduler builds and reads these, so it runs and is tested without a tensor 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ..configs.logprobs import TokenLogprobs
 from ..configs.sampling import SamplingParams
@@ -12,13 +13,29 @@ from ..configs.sampling import SamplingParams
 NON_FINITE = "the model produced non-finite logits for this request"
 
 
+class Constraint(Protocol):
+    """Says which ids may be chosen at one position."""
+
+    def mask(self) -> bytes:
+        """One bit an id, lowest bit first, in whole bytes; at least one bit is set."""
+        ...
+
+    def after(self, draft_ids: Sequence[int]) -> "Constraint":
+        """The same behind tokens that may turn out not to be chosen."""
+        ...
+
+
 @dataclass(slots=True)
 class SampleInput:
-    """What the sampler knows of a request: its settings and the tokens so far."""
+    """What the sampler knows of a request: its settings and the tokens so far.
+
+    constraint: asked once the model's work was given to the device, so that both run at once.
+    """
 
     params: SamplingParams
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
+    constraint: Constraint | None = None
 
     @property
     def position(self) -> int:
@@ -29,13 +46,14 @@ class SampleInput:
         """The same request had these tokens been chosen: what its later rows are sampled with."""
         if not draft_ids:
             return self
-        return SampleInput(self.params, self.prompt_ids, [*self.output_ids, *draft_ids])
+        constraint = None if self.constraint is None else self.constraint.after(draft_ids)
+        return SampleInput(self.params, self.prompt_ids, [*self.output_ids, *draft_ids], constraint)
 
     @property
     def forced_token(self) -> int | None:
         """The only token that may come next: the end of thoughts that have used up their budget."""
         budget, end = self.params.thinking_budget, self.params.end_think_id
-        if budget is None or len(self.output_ids) < budget or end in self.output_ids[: budget + 1]:
+        if budget is None or len(self.output_ids) < budget or end in self.output_ids:
             return None
         return end
 

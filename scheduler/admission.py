@@ -6,6 +6,7 @@ request with an id outside the vocabulary would fail the whole step it is comput
 
 from dataclasses import dataclass
 
+from .grammar import GrammarCompiler, GrammarError, Matcher
 from .messages import Submit
 
 
@@ -50,3 +51,15 @@ class Limits:
                 f"token ids run from 0 to {self.vocab_size - 1}; "
                 f"the request names ids from {min(ids)} to {max(ids)}"
             )
+
+
+def matcher_of(submit: Submit, grammars: GrammarCompiler | None) -> Matcher | None:
+    """The matcher of a request that has a grammar; raises Refused where that cannot be used."""
+    if submit.grammar is None:
+        return None
+    if grammars is None:
+        raise Refused("the tokenizer of this model cannot be used with grammars")
+    try:
+        return grammars.compile(submit.grammar, submit.params)
+    except GrammarError as error:
+        raise Refused(f"the grammar cannot be used: {error}") from None

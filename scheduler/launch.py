@@ -26,7 +26,9 @@ def launch(runner: Runner, step: Step) -> Sequence[SequenceOutput]:
 def _sequence(work: Work) -> SequenceInput:
     request, params = work.request, work.request.params
     start, num_known = work.start, work.num_tokens - len(work.draft_ids)
-    sample = SampleInput(params, request.prompt_ids, request.output_ids) if work.samples else None
+    sample = None
+    if work.samples:
+        sample = SampleInput(params, request.prompt_ids, request.output_ids, request.matcher)
     return SequenceInput(
         token_ids=[*request.tokens(start, start + num_known), *work.draft_ids],
         context_len=start,

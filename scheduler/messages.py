@@ -13,16 +13,21 @@ from ..configs.engine_info import EngineInfo
 from ..configs.logprobs import TokenLogprobs
 from ..configs.sampling import SamplingParams
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+# "complete": the grammar of the request is satisfied and admits nothing more.
+FinishReason = Literal["stop", "complete", "length", "abort", "error"]
 ErrorKind = Literal["invalid", "overloaded", "internal"]
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
-    """Generate from `prompt_ids` (never empty, inside the vocabulary and the context)."""
+    """Generate from `prompt_ids` (never empty, inside the vocabulary and the context).
+
+    `grammar` is what the answer must match; see `grammar.py`.
+    """
 
     request_id: str
     prompt_ids: list[int]
     params: SamplingParams
+    grammar: str | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

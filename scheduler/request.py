@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from ..configs.logprobs import TokenLogprobs
 from ..configs.sampling import SamplingParams
 from ..kv_cache.block_table import BlockTable
+from .grammar import Matcher
 from .messages import FinishReason
 
 
@@ -50,7 +51,8 @@ class Request:
 
     `arrival` orders requests by age. `num_tokens` counts prompt and outputs. Of those tokens the
     first `num_computed` are in the cache; the newest output never is before it was computed itself.
-    `draft_ids` are the model's guesses at what follows the newest output.
+    `draft_ids` are the model's guesses at what follows the newest output. `matcher` stands behind
+    the newest output, also through preemptions, which forget no tokens.
     """
 
     __slots__ = (
@@ -58,6 +60,7 @@ class Request:
         "arrival",
         "draft_ids",
         "finish_reason",
+        "matcher",
         "num_computed",
         "num_tokens",
         "output_ids",
@@ -77,11 +80,13 @@ class Request:
         params: SamplingParams,
         arrival: int,
         page_size: int,
+        matcher: Matcher | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt_ids = prompt_ids
         self.params = params
         self.arrival = arrival
+        self.matcher = matcher
         self.state = State.WAITING
         self.phase = Phase.EXTEND
         self.output_ids: list[int] = []
@@ -136,6 +141,22 @@ class Request:
         self.output_ids.append(token_id)
         self.num_tokens += 1
         self.phase = Phase.DECODE
+
+    def end_behind(self, token_id: int, max_tokens: int) -> FinishReason | None:
+        """Why the request ends with its newest token, which its grammar takes unless it is a stop.
+
+        max_tokens: prompt and outputs together that there is room for.
+        """
+        params, count = self.params, len(self.output_ids)
+        if token_id in params.stop_token_ids and count > params.min_tokens:
+            return "stop"
+        if self.matcher is not None:
+            self.matcher.accept([token_id])
+            if self.matcher.is_complete:
+                return "complete"
+        if count >= params.max_tokens or self.num_tokens >= max_tokens:
+            return "length"
+        return None
 
     def _move(self, state: State) -> None:
         if (self.state, state) not in _TRANSITIONS:

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from ..configs.engine import SchedulerConfig
 from ..kv_cache.cache import KvCache
 from ..model.sequence import SequenceOutput
-from .admission import DuplicateId, Limits, Overloaded
+from .admission import DuplicateId, Limits, Overloaded, matcher_of
 from .batch import Step, Work
-from .messages import EngineStats, FinishReason, RequestOutput, Submit
+from .grammar import GrammarCompiler
+from .messages import EngineStats, ErrorKind, FinishReason, RequestOutput, Submit
 from .policy import FcfsQueue, age
 from .request import Phase, Request, State
 from .speculative import Speculation, new_speculation
@@ -35,6 +36,7 @@ class Scheduler:
         max_model_len: int,
         vocab_size: int,
         speculation: Speculation | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """`config.max_num_batched_tokens` must be resolved and cover every running request."""
         budget = config.max_num_batched_tokens
@@ -48,6 +50,7 @@ class Scheduler:
         self.counters = Counters()
         self.running: list[Request] = []  # oldest first
         self.queue = FcfsQueue()
+        self._grammars = grammars
         self._budget = budget
         self._config = config
         self._speculation = speculation or new_speculation("none")
@@ -72,6 +75,7 @@ class Scheduler:
             submit.params,
             self._arrivals,
             self.cache.page_size,
+            matcher_of(submit, self._grammars),
         )
         self._alive[request.request_id] = request
         self.queue.add(request)
@@ -244,8 +248,10 @@ class Scheduler:
         before, reason = len(request.output_ids), None
         for token in result.token_ids:
             request.append(token)
-            if (reason := self._finish_reason(request, token)) is not None:
+            if (reason := request.end_behind(token, self.limits.max_tokens)) is not None:
                 break
+        if request.matcher is not None and (error := request.matcher.error) is not None:
+            return self._end(request, "error", error, "invalid")
         token_ids = request.output_ids[before:]
         self.counters.num_generation_tokens += len(token_ids)
         self.counters.num_prompt_tokens += len(request.prompt_ids) if first else 0
@@ -267,16 +273,12 @@ class Scheduler:
             num_accepted=num_accepted,
         )
 
-    def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
-        params, count = request.params, len(request.output_ids)
-        if token in params.stop_token_ids and count > params.min_tokens:
-            return "stop"
-        if count >= params.max_tokens or request.num_tokens >= self.limits.max_tokens:
-            return "length"
-        return None
-
     def _end(
-        self, request: Request, reason: FinishReason, error: str | None = None
+        self,
+        request: Request,
+        reason: FinishReason,
+        error: str | None = None,
+        kind: ErrorKind = "internal",
     ) -> RequestOutput:
         """Finish a request without a further token."""
         if request.state is not State.RUNNING:
@@ -284,8 +286,9 @@ class Scheduler:
         wants_prompt = reason == "length" and request.params.prompt_logprobs is not None
         scores = request.prompt_scores if wants_prompt else None
         self._retire(request, reason)
-        kind = None if error is None else "internal"
-        return RequestOutput(request.request_id, [], reason, None, scores, error, kind)
+        return RequestOutput(
+            request.request_id, [], reason, None, scores, error, None if error is None else kind
+        )
 
     def _retire(self, request: Request, reason: FinishReason) -> None:
         if request.state is State.RUNNING:

@@ -25,6 +25,7 @@ from ..configs.sampling import SamplingParams
 from ..kv_cache.cache import KvCache
 from .channel import EngineLink
 from .engine import Engine
+from .grammar import GrammarCompiler
 from .launch import Runner, launch
 from .messages import EngineInfo, Failed, Loaded, Ready, Submit
 from .recovery import EngineBroken
@@ -83,13 +84,15 @@ def _run(link: EngineLink, config: EngineConfig, load: Loader) -> None:
     info = loaded.info
     link.send(Loaded(info))
     warm_up(loaded.runner, _scheduler(config, info, loaded.kv_cache))
-    scheduler = _scheduler(config, info, loaded.kv_cache)
+    scheduler = _scheduler(config, info, loaded.kv_cache, _grammars(config, info))
     scheduler.check_idle()
     link.send(Ready())
     Engine(loaded.runner, scheduler, link, HangWatchdog(config.hang_timeout)).run()
 
 
-def _scheduler(config: EngineConfig, info: EngineInfo, cache: KvCache) -> Scheduler:
+def _scheduler(
+    config: EngineConfig, info: EngineInfo, cache: KvCache, grammars: GrammarCompiler | None = None
+) -> Scheduler:
     limits = dataclasses.replace(
         config.scheduler,
         max_num_seqs=info.max_num_seqs,
@@ -98,7 +101,18 @@ def _scheduler(config: EngineConfig, info: EngineInfo, cache: KvCache) -> Schedu
     speculation = new_speculation(
         info.speculative, info.num_speculative_tokens, adaptive=config.speculative.adaptive
     )
-    return Scheduler(limits, cache, info.max_model_len, info.vocab_size, speculation)
+    return Scheduler(
+        limits, cache, info.max_model_len, info.vocab_size, speculation, grammars=grammars
+    )
+
+
+def _grammars(config: EngineConfig, info: EngineInfo) -> GrammarCompiler | None:
+    """None where the tokenizer does not allow them: everything else can be served still."""
+    try:
+        return GrammarCompiler.from_directory(config.model, info.vocab_size, info.eos_token_ids)
+    except ValueError as error:
+        _log.warning("structured output is refused: %s", error)
+        return None
 
 
 def warm_up(runner: Runner, scheduler: Scheduler) -> None:

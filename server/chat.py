@@ -15,12 +15,13 @@ from .bodies import Body
 from .chat_encoding import END_THINK
 from .chat_formats import ChatFormat, StartState
 from .chat_messages import InvalidMessagesError
-from .chat_protocol import ChatMessage, ChatPromptFields, ChatRequest
+from .chat_protocol import ChatMessage, ChatPromptFields, ChatRequest, NamedTool
 from .chat_request import mark_prefill
 from .completions import TAIL, end_rules
 from .detokenizer import Detokenizer
-from .errors import invalid_value, unsupported
+from .errors import invalid_value, shown, unsupported
 from .generation import Choice
+from .grammars import chat_grammar
 from .long_text import in_thread_if_long
 from .prompt_runs import Run
 from .sampling import OutputShape, asked_tokens, check_sampling, child_seed, resolve
@@ -86,20 +87,27 @@ def _runs(
     messages = [item.convert(index) for index, item in enumerate(items)]
     thinking = fields.wants_thinking(chat_format.default_thinking)
     adds_prompt = fields.add_generation_prompt
+    wanted = fields.response_format
+    schema = None if wanted is None or wanted.json_schema is None else wanted.json_schema.schema_
     try:
         messages = mark_prefill(messages, fields.continue_final_message, adds_prompt)
-        return chat_format.encode(messages, tools, thinking, adds_prompt is not False)
+        return chat_format.encode(messages, tools, thinking, adds_prompt is not False, schema)
     except InvalidMessagesError as error:
         raise invalid_value(error.param, f"{error.param}: {error}") from None
 
 
 def _tools(fields: ChatPromptFields, document: dict[str, Any]) -> list[dict[str, Any]]:
     """The tools of the body, without nulls in their definitions; none with the choice "none"."""
-    for index, tool in enumerate(fields.tools):
-        if tool.function.strict:
-            path = f"tools.{index}.function.strict"
-            raise unsupported(path, f"{path}: structured output is not supported by this server")
-    if fields.tool_choice == "none" or not fields.tools:
+    choice = fields.tool_choice
+    names = {tool.function.name for tool in fields.tools}
+    if choice == "required" and not names:
+        raise invalid_value("tool_choice", "tool_choice 'required' needs tools")
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        name = shown(choice.function.name)
+        raise invalid_value(
+            "tool_choice", f"tool_choice names {name}, which is not among the tools"
+        )
+    if choice == "none" or not fields.tools:
         return []
     return [
         {**tool, "function": {k: v for k, v in tool["function"].items() if v is not None}}
@@ -134,11 +142,13 @@ async def prepare_chat(service: Service, body: Body[ChatRequest]) -> PreparedCha
     params = resolve(request, shape, service.defaults, seed, info.eos_token_ids, info.vocab_size)
     params = _with_budget(service, request, prompt, params)
     rules = replace(end_rules(request), max_calls=None if request.parallel_tool_calls else 1)
+    grammar = await chat_grammar(service, request, prompt.tools, prompt.start == "reasoning")
     choices = [
         Choice(
             prompt.ids,
             structs.replace(params, seed=child_seed(seed, child)),
             _choice_text(service, request, prompt, rules),
+            grammar,
         )
         for child in range(request.n)
     ]
@@ -148,7 +158,7 @@ async def prepare_chat(service: Service, body: Body[ChatRequest]) -> PreparedCha
 def _with_budget(
     service: Service, request: ChatRequest, prompt: ChatPrompt, params: SamplingParams
 ) -> SamplingParams:
-    budget = request.thinking_budget
+    budget = request.thinking_token_budget
     if budget is None:
         return params
     if prompt.start != "reasoning":

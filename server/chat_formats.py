@@ -15,6 +15,7 @@ from .chat_messages import InvalidMessagesError, Message
 from .chat_request import encode_request
 from .chat_template import ChatTemplate
 from .parsers.dsml import DsmlContent
+from .parsers.dsml_grammar import CallableTool, calls_grammar
 from .parsers.reasoning import OutputParser, PlainContent
 from .prompt_runs import Run
 from .tokenizer import Tokenizer
@@ -54,6 +55,12 @@ class ChatFormat(Protocol):
         """Special tokens that the parser has to see even where special tokens are skipped."""
         ...
 
+    def calls_grammar(
+        self, tokenizer: Tokenizer, tools: Sequence[CallableTool], many: bool, forced: bool
+    ) -> str:
+        """What calls of these tools look like; unless `forced`, text may stand in their place."""
+        ...
+
     def parser(
         self, start: StartState, tools: Sequence[dict[str, Any]] = (), separate: bool = True
     ) -> OutputParser:
@@ -83,6 +90,11 @@ class DeepseekV32:
 
     def markup_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
         return frozenset(tokenizer.control_ids([DSML.literal]))
+
+    def calls_grammar(
+        self, tokenizer: Tokenizer, tools: Sequence[CallableTool], many: bool, forced: bool
+    ) -> str:
+        return calls_grammar(tools, tokenizer.control_ids([DSML.literal])[0], many, forced)
 
     def parser(
         self, start: StartState, tools: Sequence[dict[str, Any]] = (), separate: bool = True
@@ -119,6 +131,11 @@ class JinjaFormat:
 
     def markup_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
         return frozenset()
+
+    def calls_grammar(
+        self, tokenizer: Tokenizer, tools: Sequence[CallableTool], many: bool, forced: bool
+    ) -> str:
+        raise NotImplementedError("`encode` refuses tools first")
 
     def parser(
         self, start: StartState, tools: Sequence[dict[str, Any]] = (), separate: bool = True

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from .chat_messages import Message, ToolCall
 from .errors import invalid_value, shown
 from .protocol import MAX_LOGPROBS, GenerationRequest
+from .structured_fields import AnswerFormat
 from .validation import NEUTRAL, RequestModel, Strict, refuse, wrong
 
 MAX_TOOLS = 128
@@ -135,7 +136,7 @@ class FunctionDefinition(Strict):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,256}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool = False
+    strict: bool | None = None
 
 
 class Tool(Strict):
@@ -145,29 +146,32 @@ class Tool(Strict):
     function: FunctionDefinition
 
 
-def _tool_choice(value: Any) -> str:
-    """What may be asked without a grammar that forces the model's hand."""
-    if value in ("auto", "none"):
+class NamedFunction(Strict):
+    """The function that must be called."""
+
+    name: str
+
+
+class NamedTool(Strict):
+    """A tool choice that names its function."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def _tool_choice(value: Any) -> Any:
+    if value in ("auto", "none", "required") or isinstance(value, dict):
         return value
-    is_named = isinstance(value, dict) and value.get("type") == "function"
-    if value == "required" or is_named:
-        raise refuse("only 'auto' and 'none' are supported by this server")
     raise wrong("must be 'auto', 'none', 'required' or an object that names a function")
 
 
-class ThinkingObject(Strict):
-    """The switch as DeepSeek's and Anthropic's clients write it."""
-
-    type: Literal["enabled", "disabled"]
-    budget_tokens: Annotated[int | None, Field(ge=1, lt=2**63)] = None
-
-
-def _thinking(value: Any) -> Any:
-    """A plain bool as the object that says the same."""
+def _thinking(value: Any) -> bool:
+    """DeepSeek's switch: `{"type": "enabled"}`, or a plain bool."""
     if isinstance(value, bool):
-        return {"type": "enabled" if value else "disabled"}
-    if isinstance(value, dict):
         return value
+    kind = value.get("type") if isinstance(value, dict) and len(value) == 1 else None
+    if kind in ("enabled", "disabled"):
+        return kind == "enabled"
     raise wrong("must be a bool, or an object whose type is 'enabled' or 'disabled'")
 
 
@@ -189,9 +193,9 @@ def _template_kwargs(value: Any) -> bool | None:
 
 
 ToolChoice = Annotated[
-    Literal["auto", "none"],
+    Literal["auto", "none", "required"] | NamedTool,
+    Field(union_mode="left_to_right"),
     BeforeValidator(_tool_choice),
-    WithJsonSchema({"enum": ["auto", "none"]}),
 ]
 TemplateSwitch = Annotated[
     bool | None,
@@ -201,10 +205,15 @@ TemplateSwitch = Annotated[
     ),
 ]
 ThinkingSwitch = Annotated[
-    ThinkingObject,
+    bool | None,
     BeforeValidator(_thinking),
     WithJsonSchema(
-        {"anyOf": [{"type": "boolean"}, ThinkingObject.model_json_schema()]},
+        {
+            "anyOf": [
+                {"type": "boolean"},
+                {"type": "object", "properties": {"type": {"enum": ["enabled", "disabled"]}}},
+            ]
+        }
     ),
 ]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -215,16 +224,16 @@ class ChatPromptFields(Strict):
 
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: ToolChoice = "auto"
+    response_format: AnswerFormat = None
     chat_template_kwargs: TemplateSwitch = None
-    thinking: ThinkingSwitch | None = None
+    thinking: ThinkingSwitch = None
     reasoning_effort: Effort | None = None
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
 
     def wants_thinking(self, default: bool) -> bool:
         """The first spelling that is given decides."""
-        thinking = None if self.thinking is None else self.thinking.type == "enabled"
-        for switch in (self.chat_template_kwargs, thinking):
+        for switch in (self.chat_template_kwargs, self.thinking):
             if switch is not None:
                 return switch
         return default if self.reasoning_effort is None else self.reasoning_effort != "none"
@@ -250,13 +259,6 @@ class ChatRequest(ChatPromptFields, GenerationRequest):
     include_reasoning: bool = True
     separate_reasoning: bool = True
     thinking_token_budget: Annotated[int | None, Field(ge=1, lt=2**63)] = None
-
-    @property
-    def thinking_budget(self) -> int | None:
-        """Tokens that thoughts may have, by the first spelling that is given."""
-        if self.thinking_token_budget is not None or self.thinking is None:
-            return self.thinking_token_budget
-        return self.thinking.budget_tokens
 
 
 class TokenizeRequest(ChatPromptFields, RequestModel):

@@ -4,6 +4,7 @@ Every prompt has n choices; choice k of prompt p has index p * n + k.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from msgspec import structs
@@ -14,6 +15,7 @@ from .completion_answer import Prompt
 from .detokenizer import Detokenizer
 from .errors import context_length_exceeded, invalid_value, unsupported
 from .generation import Choice
+from .grammars import answer_grammar
 from .long_text import in_thread_if_long
 from .prompt_runs import Control
 from .protocol import CompletionRequest
@@ -54,10 +56,11 @@ async def prepare_completion(service: Service, body: Body[CompletionRequest]) ->
         raise invalid_value("prompt", f"the prompts hold more than {budget} tokens together")
     seed = service.seeds.draw() if request.seed is None else request.seed
     rules = end_rules(request)
-    choices = []
+    choices: list[Choice] = []
     for prompt in prompts:
         choices += _choices(service, request, prompt, rules, seed)
-    return PreparedCompletion(request, prompts, choices)
+    grammar = await answer_grammar(service, request)
+    return PreparedCompletion(request, prompts, [replace(c, grammar=grammar) for c in choices])
 
 
 def _choices(

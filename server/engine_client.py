@@ -8,11 +8,10 @@ reader finds the outputs of several steps together.
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol
 
-from ..configs.sampling import SamplingParams
 from ..scheduler.messages import (
     Abort,
     Command,
@@ -190,12 +189,12 @@ class EngineClient:
                 f"request needs {num_sequences}"
             )
 
-    def submit(self, prompts: Mapping[str, tuple[list[int], SamplingParams]]) -> EngineCall:
-        """Start one sequence for each id; the ids are not in use."""
-        call = EngineCall(self, list(prompts))
-        for request_id, (prompt_ids, params) in prompts.items():
-            self._calls[request_id] = call
-            self._end.send(Submit(request_id, prompt_ids, params))
+    def submit(self, submits: Sequence[Submit]) -> EngineCall:
+        """Start these sequences; their ids are not in use."""
+        call = EngineCall(self, [submit.request_id for submit in submits])
+        for submit in submits:
+            self._calls[submit.request_id] = call
+            self._end.send(submit)
         return call
 
     def abandon(self, request_id: str) -> None:

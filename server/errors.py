@@ -45,8 +45,6 @@ class ApiError(Exception):
     def body(self) -> bytes:
         """The JSON of this error; a server's own fault has another type than a client's."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        if self.status == 429:
-            kind = "rate_limit_error"
         detail = _Detail(self.message, kind, self.param, self.code)
         return msgspec.json.encode(_Envelope(detail))
 
@@ -73,6 +71,11 @@ def invalid_json(message: str) -> ApiError:
 
 def invalid_value(param: str, message: str) -> ApiError:
     return ApiError(400, message, code="invalid_value", param=param)
+
+
+def invalid_schema(param: str, message: str) -> ApiError:
+    """For schemas, regular expressions and grammars; `param` goes down to the part at fault."""
+    return ApiError(400, message, code="invalid_schema", param=param)
 
 
 def unsupported(param: str, message: str | None = None) -> ApiError:
@@ -106,12 +109,6 @@ def context_length_exceeded(param: str, limit: int, prompt: str, output: int | N
         f"However, the prompt holds {prompt} tokens{asked}. Please shorten it"
     )
     return ApiError(400, message, code="context_length_exceeded", param=param)
-
-
-def rate_limited(message: str, wait: int) -> ApiError:
-    """`wait`: seconds after which it is worth trying again."""
-    headers = {"retry-after": str(wait)}
-    return ApiError(429, message, code="rate_limit_exceeded", headers=headers)
 
 
 def overloaded(message: str) -> ApiError:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from ..configs.sampling import SamplingParams
+from ..scheduler.messages import Submit
 from .answers import Usage, count_usage, encode
 from .engine_client import EngineCall, EngineClient, fault_of
 from .errors import ApiError, internal
@@ -34,6 +35,7 @@ class Choice:
     prompt_ids: list[int]
     params: SamplingParams
     text: ChoiceText
+    grammar: str | None = None
 
 
 class Renderer(Protocol):
@@ -97,7 +99,10 @@ class Generation:
         """Submit every choice; nothing was awaited since the capacity was checked."""
         choices = self.plan.choices
         self._call = self._client.submit(
-            {name: (choices[i].prompt_ids, choices[i].params) for name, i in self._indices.items()}
+            [
+                Submit(name, choices[i].prompt_ids, choices[i].params, choices[i].grammar)
+                for name, i in self._indices.items()
+            ]
         )
 
     async def updates(self) -> AsyncIterator[dict[int, Update]]:

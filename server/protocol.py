@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
+from .structured_fields import AnswerFormat, NonEmpty, StructuredOutputs
 from .validation import RequestModel, Strict, refuse, wrong
 
 MAX_STOPS = 16
@@ -93,18 +94,7 @@ def _fcfs_priority(value: Any) -> int:
     return 0
 
 
-def _no_structure(value: Any) -> None:
-    if isinstance(value, dict) and value == {"type": "text"}:
-        return
-    raise refuse("structured output is not supported by this server")
-
-
 Priority = Annotated[int, BeforeValidator(_fcfs_priority)]
-ResponseFormat = Annotated[
-    None,
-    BeforeValidator(_no_structure),
-    WithJsonSchema({"type": "object", "properties": {"type": {"const": "text"}}}),
-]
 
 
 class StreamOptions(Strict):
@@ -144,7 +134,10 @@ class GenerationRequest(RequestModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     priority: Priority = 0
-    response_format: ResponseFormat = None
+    response_format: AnswerFormat = None
+    structured_outputs: StructuredOutputs | None = None
+    regex: NonEmpty | None = None
+    ebnf: NonEmpty | None = None
 
 
 class CompletionRequest(GenerationRequest):

@@ -172,7 +172,8 @@ class ChoiceText:
         return self._detokenizer.tokens_through(end) < self.num_tokens
 
     def _finish(self, output: RequestOutput, update: Update) -> None:
-        reason = output.finish_reason or "stop"
+        # A complete grammar is a stop to clients, with no token behind the text.
+        reason = "stop" if output.finish_reason == "complete" else output.finish_reason or "stop"
         tail = self._detokenizer.flush()
         events = [*self._parser.feed(tail), *self._parser.finish(reason != "stop")]
         self._take(events, update, is_tail=True)

@@ -13,7 +13,7 @@ from .chat_formats import ChatFormat
 from .engine_client import EngineClient
 from .errors import context_length_exceeded, invalid_value, model_not_found
 from .generation import Generation, Plan
-from .keys import Keyring
+from .grammar_trials import GrammarTrials
 from .metrics import Metrics
 from .sampling import SamplingDefaults, SeedSource
 from .tokenizer import Tokenizer
@@ -32,7 +32,7 @@ class Service:
     client: EngineClient
     metrics: Metrics
     seeds: SeedSource
-    keyring: Keyring | None = None
+    trials: GrammarTrials
     notes: tuple[str, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
     generations: dict[str, Generation] = field(default_factory=dict)

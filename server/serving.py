@@ -24,8 +24,8 @@ from .app import create_app
 from .banner import loaded_lines, ready_line
 from .chat_formats import choose_format
 from .engine_client import EngineClient, StartFailed
+from .grammar_trials import GrammarTrials
 from .http_protocol import guarded_protocol
-from .keys import read_keyring
 from .metrics import Metrics
 from .sampling import SeedSource, read_defaults
 from .service import Service
@@ -102,6 +102,7 @@ class Serving:
                     self._say(line)
                 listen(sock)
                 code = await self._serve(service, sock)
+                await service.trials.close()
                 await client.stop()
                 await engine.stop(timeout=LEAVING_SECONDS)
                 return code
@@ -217,7 +218,6 @@ def make_service(
         tokenizer.check_vocab(info.vocab_size)
         choice = choose_format(info.model_type, directory, tokenizer)
         defaults, note = read_defaults(directory)
-        keyring = read_keyring(config.api_key, config.api_key_file)
     except ValueError as error:
         raise StartFailed(str(error)) from None
     notes = [] if note is None else [note]
@@ -237,7 +237,7 @@ def make_service(
         client=client,
         metrics=Metrics(name, lambda: client.stats),
         seeds=SeedSource(config.engine.seed),
-        keyring=keyring,
+        trials=GrammarTrials(directory, info.vocab_size, info.eos_token_ids),
         notes=tuple(notes),
     )
 

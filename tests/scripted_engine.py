@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
 
 import httpx
 from starlette.types import ASGIApp
@@ -35,7 +36,7 @@ from minidsa.scheduler.process import EngineDied
 from minidsa.server.app import create_app
 from minidsa.server.chat_formats import DeepseekV32
 from minidsa.server.engine_client import EngineClient
-from minidsa.server.keys import read_keyring
+from minidsa.server.grammar_trials import GrammarTrials
 from minidsa.server.metrics import Metrics
 from minidsa.server.sampling import SamplingDefaults, SeedSource
 from minidsa.server.service import Service
@@ -141,7 +142,10 @@ class ScriptedEngine:
             ids, prompt_logprobs = [], None
             if reason is not None:
                 return
-        # A script that ends before its request waits for the end of it.
+        # A script that ends before its request waits for the end of it; a grammar's is complete.
+        if submit.grammar is not None:
+            await self._emit(RequestOutput(name, ids, "complete"))
+            return
         if ids:
             await self._emit(RequestOutput(name, ids))
         await asyncio.Event().wait()
@@ -224,7 +228,7 @@ async def serving(
         client=client,
         metrics=Metrics("tiny", lambda: client.stats),
         seeds=SeedSource(config.engine.seed),
-        keyring=read_keyring(config.api_key, config.api_key_file),
+        trials=GrammarTrials(Path(config.engine.model), loaded.vocab_size, loaded.eos_token_ids),
     )
     app = create_app(service)
     if ready:
@@ -234,6 +238,7 @@ async def serving(
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         yield Bed(engine, service, app, http, service.tokenizer)
+    await service.trials.close()
     await client.stop()
     engine.die()
 

@@ -199,9 +199,9 @@ def test_mistakes_reach_the_user_with_their_field(client):
     assert caught.value.param == "temperature"
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(
-            model="random", messages=HI, response_format={"type": "json_object"}, stream=True
+            model="random", messages=HI, extra_body={"regex": "(a"}, stream=True
         )
-    assert caught.value.param == "response_format"
+    assert (caught.value.param, caught.value.code) == ("regex", "invalid_schema")
 
 
 def test_thinking_and_tools_are_accepted(client):

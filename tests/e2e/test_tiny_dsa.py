@@ -3,15 +3,48 @@
 import json
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import openai
+import pydantic
 import pytest
 from server_process import ServerProcess
 
 pytestmark = pytest.mark.slow
 
+
+class Pet(pydantic.BaseModel):
+    """A nested schema with an enum."""
+
+    kind: Literal["cat", "dog"]
+    name: Annotated[str, pydantic.Field(max_length=10)] | None = None
+
+
+class Person(pydantic.BaseModel):
+    """What the client makes a strict schema of."""
+
+    name: Annotated[str, pydantic.Field(max_length=10)]
+    age: Annotated[int, pydantic.Field(ge=0, le=120)]
+    pets: Annotated[list[Pet], pydantic.Field(min_length=1, max_length=2)]
+
+
+STRICT: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "maxLength": 12},
+                "unit": {"type": "string", "enum": ["c", "f"]},
+            },
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
 WEATHER: Any = {
     "type": "function",
     "function": {
@@ -95,6 +128,71 @@ def test_it_thinks_when_asked_to(tiny):
     assert message.model_extra and "7 + 5" in message.model_extra["reasoning_content"]
     plain = ask(tiny, "What is 7 + 5?").message
     assert not (plain.model_extra or {}).get("reasoning_content")
+
+
+def test_api_89_the_sdk_parses_what_it_asked_for(tiny):
+    answer = tiny.chat.completions.parse(
+        model="tiny-dsa",
+        messages=[{"role": "user", "content": "Write a JSON object about a person"}],
+        response_format=Person,
+        temperature=1.0,
+        seed=5,
+        max_tokens=200,
+    )
+    person = answer.choices[0].message.parsed
+    assert isinstance(person, Person) and 1 <= len(person.pets) <= 2
+
+
+def test_spec_05_bound_answers_of_many_at_once(tiny):
+    """All of them valid, streamed as whole, and the free ones beside them as they are alone."""
+    schema = {"type": "object", "properties": {"result": {"type": "string", "maxLength": 30}}}
+    form: Any = {
+        "type": "json_schema",
+        "json_schema": {"name": "r", "schema": schema | {"required": ["result"]}},
+    }
+    alone = ask(tiny, "Hello!").message.content
+
+    def one(number: int) -> str:
+        if number % 6 == 0:
+            assert ask(tiny, "Hello!").message.content == alone
+            return '{"result": ""}'
+        stream = tiny.chat.completions.create(
+            model="tiny-dsa",
+            messages=[{"role": "user", "content": f"Say {number}"}],
+            response_format=form,
+            temperature=1.0,
+            seed=number,
+            max_tokens=200,
+            stream=True,
+        )
+        return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+
+    with ThreadPoolExecutor(12) as pool:
+        for text in pool.map(one, range(24)):
+            assert json.loads(text).keys() == {"result"}
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_api_75_a_required_call_always_comes(tiny, thinking):
+    """Asked something that needs no tool, at a high temperature."""
+    named: Any = {"type": "function", "function": {"name": "get_weather"}}
+    for seed, choice in enumerate(["required", named] * 3):
+        answer = tiny.chat.completions.create(
+            model="tiny-dsa",
+            messages=[{"role": "user", "content": "Hello!"}],
+            tools=[STRICT],
+            tool_choice=choice,
+            parallel_tool_calls=False,
+            temperature=1.5,
+            seed=seed,
+            max_tokens=600,
+            extra_body={"thinking": thinking},
+        ).choices[0]
+        assert answer.finish_reason == "tool_calls"
+        (call,) = answer.message.tool_calls
+        assert call.function.name == "get_weather"
+        arguments = json.loads(call.function.arguments)
+        assert len(arguments.pop("city")) <= 12 and arguments in ({}, {"unit": "c"}, {"unit": "f"})
 
 
 def test_num_16_a_fact_far_behind_the_selection_is_found(tiny):

@@ -349,14 +349,6 @@ async def test_tools_reach_the_prompt_in_the_order_of_their_keys():
         assert refused.json()["error"]["param"] == "tools.0.function.x"
 
 
-async def test_strict_tools_are_refused_by_name():
-    async with serving() as bed:
-        strict = [{"type": "function", "function": {"name": "f", "strict": True}}]
-        error = (await post(bed, PATH, messages=HI, tools=strict)).json()["error"]
-        assert error["param"] == "tools.0.function.strict"
-        assert error["code"] == "unsupported_parameter"
-
-
 async def test_stops_hold_for_reasoning_and_content_alike():
     async with serving(write("one STOP two", "</think>", "three END four", EOS)) as bed:
         answers = await both(bed, PATH, messages=HI, stop=["STOP"], **THINK)

@@ -236,7 +236,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name"),
     ({"reasoning": {"effort": "wild"}}, "reasoning.effort"),
     ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
-    ({"text": {"format": {"type": "nonsense"}}}, "text.format"),
+    ({"text": {"format": {"type": "nonsense"}}}, "text.format.type"),
     ({"truncation": "auto"}, "truncation"),
     ({"background": True}, "background"),
     ({"conversation": "x"}, "conversation"),
