@@ -6,20 +6,21 @@ The same for all layers, hence made once a step.
 import torch
 from torch import Tensor
 
+from .kernels.reference import BLOCK, FEWEST_KEYS
 from .metadata import Part
 
 # So many tokens on consecutive pages are worth an operation of their own; fewer are copied.
 LONG_RUN = 128
-# Matrix products with fewer columns sum in another order (fewer than 12, measured): no piece of a
-# longer request may be shorter, or the bits of a score would depend on where its pages lie.
-SHORTEST_PIECE = 16
+# No piece of a longer request is shorter, or the bits of a score would depend on where its pages lie.
+SHORTEST_PIECE = FEWEST_KEYS
 
 
 class RequestSlots:
     """The cache slot of every position of a part's requests; refreshed in place.
 
-    table_BL: int64, L = block table width * page size. Places beyond a request's length repeat
-    its first slot: what pads a tile is then a row that the request owns, never an unwritten one.
+    table_BL: int64, L = block table width * page size, up to a multiple of BLOCK. Places beyond a
+    request's length repeat its first slot: what pads a tile is then a row that the request owns,
+    never an unwritten one.
 
     Raises ValueError when a request is longer than the block table reaches.
     """
@@ -27,25 +28,25 @@ class RequestSlots:
     def __init__(self, part: Part, page_size: int) -> None:
         self.page_size = page_size
         table_BP = part.block_table_BP
-        self.table_BL = torch.empty(
-            len(part), table_BP.shape[1] * page_size, dtype=torch.int64, device=table_BP.device
-        )
+        self._reach = table_BP.shape[1] * page_size
+        width = -(-self._reach // BLOCK) * BLOCK
+        self.table_BL = torch.empty(len(part), width, dtype=torch.int64, device=table_BP.device)
         self.refresh(part)
 
     def refresh(self, part: Part) -> None:
         """Fill the table for another step of the same shape."""
-        reach = self.table_BL.shape[1]
-        if part.longest > reach:
+        width = self.table_BL.shape[1]
+        if part.longest > self._reach:
             raise ValueError(
-                f"a request of {part.longest} tokens has a block table that reaches to {reach}"
+                f"a request of {part.longest} tokens has a block table that reaches to {self._reach}"
             )
         table_BP, device = part.block_table_BP, part.block_table_BP.device
         offsets_P = torch.arange(self.page_size, device=device)
-        table_BPP = self.table_BL.view(*table_BP.shape, self.page_size)
+        table_BPP = self.table_BL[:, : self._reach].unflatten(1, (-1, self.page_size))
         torch.add(table_BP.unsqueeze(-1) * self.page_size, offsets_P, out=table_BPP)
-        if len(set(part.kv_lens)) > 1 or part.longest < reach:
+        if len(set(part.kv_lens)) > 1 or part.longest < width:
             lengths_B1 = torch.tensor(part.kv_lens, device=device).unsqueeze(1)
-            beyond_BL = torch.arange(reach, device=device) >= lengths_B1
+            beyond_BL = torch.arange(width, device=device) >= lengths_B1
             first_B1 = self.table_BL[:, :1].clone()
             torch.where(beyond_BL, first_B1, self.table_BL, out=self.table_BL)
         self._runs = self._find_runs(part)

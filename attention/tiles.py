@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .kernels.reference import BLOCK
 from .metadata import Part
 from .slots import RequestSlots
 
@@ -42,15 +43,15 @@ class Workspace:
 class Tile:
     """w queries of each of G requests against the first L rows of the request.
 
-    tokens: where the queries stand in the part, G * w of them; `whole`: they are all of it.
-    slots: what to read: one [G, L], or the pieces of a single request in order.
+    tokens: where the queries stand in the part, G * w of them.
+    slots: what to read: one [G, L], or the pieces of a single request in order. In blocks, L is a
+    multiple of BLOCK, and keys behind the request's last are hidden from every query.
     visible_T: keys that each of the G * w queries sees, int64.
     first_hidden: every query sees the keys before this one.
     hidden_TX: bool [G * w, L - first_hidden], True where a query does not see a key; None: nowhere.
     """
 
     tokens: slice | Tensor
-    whole: bool
     slots: Sequence[slice | Tensor]
     num_requests: int
     width: int
@@ -80,24 +81,35 @@ class Tile:
 
 
 def decode_tiles(
-    part: Part, slots: RequestSlots, workspace: Workspace, *, longer_than: int = -1
+    part: Part,
+    slots: RequestSlots,
+    workspace: Workspace,
+    *,
+    longer_than: int = -1,
+    in_blocks: bool = False,
 ) -> list[Tile]:
     """Tiles over the queries of all requests with more than `longer_than` tokens in the cache."""
     width = part.query_lens[0]
     requests = [r for r in range(len(part)) if part.kv_lens[r] > longer_than]
     tiles = []
-    for group in _groups(part, slots, workspace, requests):
-        length = max(part.kv_lens[request] for request in group)
+    for group in _groups(part, None if in_blocks else slots, workspace, requests):
+        length = _length(max(part.kv_lens[request] for request in group), in_blocks)
         # Queries of a request that do not fit together are cut; the request is alone then.
         step = width if len(group) > 1 else min(width, workspace.queries(length))
         for first in range(0, width, step):
             rows = range(first, min(first + step, width))
-            tiles.append(_tile(part, slots, group, rows, length))
+            tiles.append(_tile(part, _slots(slots, group, length, in_blocks), group, rows, length))
     return tiles
 
 
 def extend_tiles(
-    part: Part, request: int, slots: RequestSlots, workspace: Workspace, *, skip: int
+    part: Part,
+    request: int,
+    slots: RequestSlots,
+    workspace: Workspace,
+    *,
+    skip: int = 0,
+    in_blocks: bool = False,
 ) -> list[Tile]:
     """Tiles over the queries of one prompt chunk that see more than `skip` keys."""
     context, query_len = part.context_lens[request], part.query_lens[request]
@@ -105,22 +117,31 @@ def extend_tiles(
     tiles = []
     for first in range(max(0, skip - context), query_len, step):
         rows = range(first, min(first + step, query_len))
-        tiles.append(_tile(part, slots, [request], rows, context + rows.stop))
+        length = _length(context + rows.stop, in_blocks)
+        slots_GL = _slots(slots, [request], length, in_blocks)
+        tiles.append(_tile(part, slots_GL, [request], rows, length))
     return tiles
 
 
+def _length(longest: int, in_blocks: bool) -> int:
+    """Keys of a tile; in blocks at least one block, also for padding that sees none."""
+    return max(1, -(-longest // BLOCK)) * BLOCK if in_blocks else longest
+
+
 def _groups(
-    part: Part, slots: RequestSlots, workspace: Workspace, requests: Sequence[int]
+    part: Part, slots: RequestSlots | None, workspace: Workspace, requests: Sequence[int]
 ) -> list[list[int]]:
-    """Requests that share a tile: of similar length, and small enough together."""
+    """Requests that share a tile: of similar length, and small enough together.
+
+    slots: where a long run of pages is to be read in place, which beats a copy into a shared tile.
+    """
     width = part.query_lens[0]
     groups: list[list[int]] = []
     alone: list[list[int]] = []
     longest = 0
     for request in sorted(requests, key=lambda r: -part.kv_lens[r]):
         length = part.kv_lens[request]
-        if length > KEYS_WORTH_A_TILE and slots.has_long_run(request, length):
-            # Reading in place beats a copy into a shared tile.
+        if slots and length > KEYS_WORTH_A_TILE and slots.has_long_run(request, length):
             alone.append([request])
         elif (
             groups
@@ -134,9 +155,11 @@ def _groups(
     return [sorted(group) for group in groups + alone]
 
 
-def _tile(part: Part, slots: RequestSlots, group: Sequence[int], rows: range, length: int) -> Tile:
+def _tile(
+    part: Part, slots: Sequence[slice | Tensor], group: Sequence[int], rows: range, length: int
+) -> Tile:
     """Queries `rows` of each request in `group` (ascending) against their first `length` keys."""
-    device = slots.table_BL.device
+    device = part.block_table_BP.device
     visible = [max(0, part.context_lens[r] + j + 1) for r in group for j in rows]
     visible_T = torch.tensor(visible, device=device)
     first_hidden = min(visible)
@@ -150,8 +173,7 @@ def _tile(part: Part, slots: RequestSlots, group: Sequence[int], rows: range, le
         tokens=slice(tokens[0], tokens[-1] + 1)
         if consecutive
         else torch.tensor(tokens, device=device),
-        whole=len(tokens) == part.num_tokens,
-        slots=_slots(slots, group, length),
+        slots=slots,
         num_requests=len(group),
         width=len(rows),
         length=length,
@@ -161,8 +183,10 @@ def _tile(part: Part, slots: RequestSlots, group: Sequence[int], rows: range, le
     )
 
 
-def _slots(slots: RequestSlots, group: Sequence[int], length: int) -> Sequence[slice | Tensor]:
-    if len(group) == 1:
+def _slots(
+    slots: RequestSlots, group: Sequence[int], length: int, in_blocks: bool
+) -> Sequence[slice | Tensor]:
+    if len(group) == 1 and not in_blocks:
         return slots.pieces(group[0], length)
     table_BL = slots.table_BL
     if len(group) < len(table_BL):

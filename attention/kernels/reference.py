@@ -6,12 +6,22 @@ formulas are those of DeepSeek-V2 (MLA) and DeepSeek-V3.2-Exp (indexer). Softmax
 
 Places that a query does not see are masked, but 0 * NaN is NaN: where a function says so, callers
 fill such places with rows that the request owns; the others never let them reach a product.
+
+On a CPU `absorbed_query`, `latent_attention`, `unabsorb` and `index_scores` give a query the same
+bits in any company: alone or in a batch, decoded or in a prompt chunk, with more or fewer hidden
+keys behind those it sees. The BLAS does so for products of at least FEWEST_ROWS rows and
+FEWEST_KEYS columns, so smaller ones are filled up with zeros; what a query's keys contribute is
+summed in blocks of BLOCK keys, and a hidden key contributes an exact 0.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 HIDDEN = float("-inf")
+BLOCK = 64
+FEWEST_ROWS = 4
+FEWEST_KEYS = 16
 
 
 def absorbed_query(nope_THN: Tensor, rope_THR: Tensor, w_uk_HNC: Tensor, scale: float) -> Tensor:
@@ -19,30 +29,62 @@ def absorbed_query(nope_THN: Tensor, rope_THR: Tensor, w_uk_HNC: Tensor, scale: 
 
     scale is (N + R)^-0.5 and YaRN's correction, not (C + R)^-0.5. Any float dtype, kept.
     """
-    latent_HTC = torch.bmm(nope_THN.transpose(0, 1), w_uk_HNC)
+    latent_HTC = _per_head(nope_THN, w_uk_HNC)
     return torch.cat((latent_HTC.transpose(0, 1), rope_THR), dim=-1).mul_(scale)
 
 
 def unabsorb(latent_THC: Tensor, w_uv_HVC: Tensor) -> Tensor:
     """Attended latents moved out to values: W_UV,h latent_h, [T, H, V]."""
-    return torch.bmm(latent_THC.transpose(0, 1), w_uv_HVC.transpose(1, 2)).transpose(0, 1)
+    return _per_head(latent_THC, w_uv_HVC.transpose(1, 2)).transpose(0, 1)
+
+
+def _per_head(x_THD: Tensor, w_HDE: Tensor) -> Tensor:
+    """Each head's rows times its own matrix, [H, T, E]."""
+    tokens = len(x_THD)
+    if tokens >= FEWEST_ROWS:
+        return torch.bmm(x_THD.transpose(0, 1), w_HDE)
+    x_THD = F.pad(x_THD, (0, 0, 0, 0, 0, FEWEST_ROWS - tokens))
+    return torch.bmm(x_THD.transpose(0, 1), w_HDE)[:, :tokens]
 
 
 def latent_attention(
-    q_BQX: Tensor, rows_BLX: Tensor, hidden_BQX: Tensor | None, latent_width: int
+    q_BQX: Tensor, rows_BLX: Tensor, hidden_BwX: Tensor | None, latent_width: int
 ) -> Tensor:
     """softmax(q . row) applied to the latent part of the rows: [B, Q, C] in the rows' dtype.
 
-    q_BQX: absorbed queries, X = C + R; the Q queries of a batch entry share its L rows.
-    hidden_BQX: bool, broadcastable to the last X rows of each query; True where it does not see a
-    row, which must be finite all the same. Who sees nothing becomes NaN: callers set it to zero.
+    q_BQX: absorbed queries, X = C + R; the Q queries of a batch entry are those of w tokens with
+    Q / w heads, and share its L rows. Rows are copied unless L is a multiple of BLOCK.
+    hidden_BwX: bool, for the last X rows of each token; True where it does not see a row, which
+    must be finite all the same. Who sees nothing becomes NaN: callers set it to zero.
     """
-    rows = rows_BLX.float()
-    scores_BQL = torch.bmm(q_BQX.float(), rows.transpose(1, 2))
-    if hidden_BQX is not None:
-        scores_BQL[..., -hidden_BQX.shape[-1] :].masked_fill_(hidden_BQX, HIDDEN)
+    batch, queries, _ = q_BQX.shape
+    length = rows_BLX.shape[1]
+    rows, q_BQX = rows_BLX.float(), q_BQX.float()
+    if length % BLOCK:
+        rows = F.pad(rows, (0, 0, 0, -length % BLOCK))
+    if queries < FEWEST_ROWS:
+        q_BQX = F.pad(q_BQX, (0, 0, 0, FEWEST_ROWS - queries))
+    scores_BQL = torch.bmm(q_BQX, rows.transpose(1, 2))[:, :queries]
+    scores_BQL[..., length:] = HIDDEN
+    if hidden_BwX is not None:
+        _, tokens, count = hidden_BwX.shape
+        scores_BwHL = scores_BQL.unflatten(1, (tokens, -1))[..., length - count : length]
+        scores_BwHL.masked_fill_(hidden_BwX.unsqueeze(2), HIDDEN)
     weights_BQL = torch.softmax(scores_BQL, dim=-1)
-    return torch.bmm(weights_BQL, rows[..., :latent_width]).to(rows_BLX.dtype)
+    return _weighted_sums(weights_BQL, rows[..., :latent_width]).to(rows_BLX.dtype)
+
+
+def _weighted_sums(weights_BQL: Tensor, values_BLC: Tensor) -> Tensor:
+    """weights @ values, [B, Q, C], block by block of L; the blocks' results are summed in order."""
+    batch, queries, length = weights_BQL.shape
+    if queries < FEWEST_ROWS:
+        weights_BQL = F.pad(weights_BQL, (0, 0, 0, FEWEST_ROWS - queries))
+    if length == BLOCK:
+        return torch.bmm(weights_BQL, values_BLC)[:, :queries]
+    weights_XQL = weights_BQL.unflatten(2, (-1, BLOCK)).transpose(1, 2).flatten(0, 1)
+    values_XLC = values_BLC.unflatten(1, (-1, BLOCK)).flatten(0, 1)
+    blocks_XQC = torch.bmm(weights_XQL, values_XLC)
+    return blocks_XQC.view(batch, -1, *blocks_XQC.shape[1:]).sum(dim=1)[:, :queries]
 
 
 def sparse_attention(
@@ -117,11 +159,20 @@ def index_scores(q_BQnD: Tensor, weights_BQn: Tensor, *keys: Tensor) -> Tensor:
     """
     batch, queries, heads, width = q_BQnD.shape
     q_BXD = q_BQnD.reshape(batch, queries * heads, width).float()
-    pieces = [torch.bmm(q_BXD, keys_BLD.float().transpose(1, 2)) for keys_BLD in keys]
+    if queries * heads < FEWEST_ROWS:
+        q_BXD = F.pad(q_BXD, (0, 0, 0, FEWEST_ROWS - queries * heads))
+    pieces = [_dots(q_BXD, keys_BLD.float()) for keys_BLD in keys]
     dots_BXL = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
-    dots_XnL = dots_BXL.relu_().view(batch * queries, heads, -1)
-    weights_X1n = weights_BQn.reshape(batch * queries, 1, heads).float()
-    return torch.bmm(weights_X1n, dots_XnL).view(batch, queries, -1)
+    dots_BQnL = dots_BXL[:, : queries * heads].relu_().unflatten(1, (queries, heads))
+    return dots_BQnL.mul_(weights_BQn.unsqueeze(-1)).sum(dim=2)
+
+
+def _dots(q_BXD: Tensor, keys_BLD: Tensor) -> Tensor:
+    length = keys_BLD.shape[1]
+    if length >= FEWEST_KEYS:
+        return torch.bmm(q_BXD, keys_BLD.transpose(1, 2))
+    keys_BLD = F.pad(keys_BLD, (0, 0, 0, FEWEST_KEYS - length))
+    return torch.bmm(q_BXD, keys_BLD.transpose(1, 2))[..., :length]
 
 
 def slots_of_positions(positions_TK: Tensor, table_TP: Tensor, page_size: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...kv_cache.storage import CacheStorage
 from ..base import AttentionBackend, MlaLayer, Plan, Query, SlotAttention
-from ..kernels.reference import absorbed_query, latent_attention, unabsorb
+from ..kernels.reference import BLOCK, absorbed_query, latent_attention, unabsorb
 from ..kernels.topk import check_selection
 from ..metadata import AttentionBatch, Part
 from .selection import Selection, SelectionSize, new_selection
@@ -131,8 +131,11 @@ class DsaBackend:
         q_THX = absorbed_query(q.nope_THN, q.rope_THR, layer.w_uk_HNC, layer.scale)
         if self.dense.slot_attention is not None:
             return self._attend_in_place(layer, q_THX, selection, self.dense.slot_attention)
-        tokens, _, width = q_THX.shape
-        step = max(1, self.size.workspace_bytes // (4 * self.size.topk * width))
+        tokens, heads, width = q_THX.shape
+        keys = -(-self.size.topk // BLOCK) * BLOCK
+        # A query's rows, the scores of all heads, their softmax, and a sum for each block of keys.
+        per_query = keys * (width + 2 * heads) + keys // BLOCK * heads * layer.w_uk_HNC.shape[2]
+        step = max(1, self.size.workspace_bytes // (4 * per_query))
         if step >= tokens:
             out_THC = self._attend_rows(layer, q_THX, selection, slice(0, tokens))
             return unabsorb(out_THC, layer.w_uv_HVC)

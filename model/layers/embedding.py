@@ -25,8 +25,9 @@ class Head:
         if tied is None:
             self.linear = allocate.linear(vocab_size, width)
         else:
-            # Not the allocator's: the table must stay readable row by row.
+            # Packing copies it: the embedding's own table stays readable row by row.
             self.linear = Linear(tied.weight_VD)
+            allocate.linears.append(self.linear)
 
     def __call__(self, hidden_ND: Tensor) -> Tensor:
         """fp32 logits [N, vocabulary]."""

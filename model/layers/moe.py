@@ -1,8 +1,7 @@
 """Mixture of experts: a sigmoid gate limited to the best groups, and grouped matrix products.
 
 Token-expert pairs are sorted by expert, so each expert sees its tokens as one block of rows and the
-whole layer is two grouped products, however many experts there are. A CPU has two faster ways: for
-a single token, and where the experts are few (`Moe.pack`).
+whole layer is two grouped products, however many experts there are. A CPU has its own (`experts.py`).
 
 Shared experts are appended to the routed ones as experts that everybody chooses with weight 1: a
 shared block of width s * I is the sum of s blocks of width I.
@@ -13,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import MoeConfig
-from .linear import Allocator, Linear, packs
+from .elementwise import rows_below
+from .experts import PackedExperts
+from .linear import Allocator, Linear
 from .mlp import silu_product
-
-# Computing all experts pays while there are at most this many for each that is chosen.
-WIDE_UP_TO = 4
+from .products import packs
 
 
 class Gate:
@@ -27,11 +26,13 @@ class Gate:
         self.weight_ED = allocate.fp32(moe.num_experts, hidden)
         self.bias_E = allocate.fp32(moe.num_experts)
         self.moe = moe
+        self._packed: Linear | None = None
 
     def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Weights (fp32) and ids of the chosen experts, each [T, K], best first."""
-        moe = self.moe
-        scores_TE = F.linear(x_TD.float(), self.weight_ED).sigmoid()
+        moe, scores_TE = self.moe, self._logits(x_TD)
+        for rows in rows_below(scores_TE):
+            scores_TE[rows].sigmoid_()
         ranking_TE = scores_TE + self.bias_E
         if moe.num_chosen_groups < moe.num_groups:
             ranking_TE = self._best_groups_only(ranking_TE)
@@ -40,6 +41,16 @@ class Gate:
         if moe.normalise:
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True).add_(1e-20)
         return weights_TK * moe.scale, ids_TK
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        if self._packed is None:
+            return F.linear(x_TD.float(), self.weight_ED)
+        return self._packed(x_TD)[:, :-1]
+
+    def pack(self) -> None:
+        """Move the weight into a packed product, with a row of zeros behind it: `rows_below`."""
+        self._packed = Linear(F.pad(self.weight_ED, (0, 0, 0, 1)))
+        self._packed.pack()
 
     def _best_groups_only(self, ranking_TE: Tensor) -> Tensor:
         """Scores with -inf outside the best groups; a group counts by the sum of its two best.
@@ -69,25 +80,17 @@ class Moe:
         self.gate_up_XED = allocate.experts(experts, 2 * moe.intermediate_size, hidden)
         self.down_XDE = allocate.experts(experts, hidden, moe.intermediate_size)
         self._experts_X = torch.arange(experts, device=allocate.device)
-        self._wide: tuple[Linear, Linear] | None = None
-        # Made once: taking a slice costs as much as multiplying one row with it.
-        self._each = [
-            (gate_up_ED.t(), down_DE.t())
-            for gate_up_ED, down_DE in zip(self.gate_up_XED, self.down_XDE, strict=True)
-        ]
+        self._packed: PackedExperts | None = None
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         weights_TK, ids_TK = self.gate(x_TD)
-        if len(x_TD) == 1 and x_TD.device.type == "cpu":
-            return self._one_token(x_TD, weights_TK[0].tolist(), ids_TK[0].tolist())
-        if self._wide is not None:
-            return self._all_experts(x_TD, weights_TK, ids_TK, *self._wide)
         shared_S = self._experts_X[self.moe.num_experts :]
         ids_TK = torch.cat((ids_TK, shared_S.expand(len(x_TD), -1)), dim=1)
         weights_TK = F.pad(weights_TK, (0, self.moe.num_shared), value=1.0)
-        return self._combine(self._experts(x_TD, ids_TK), weights_TK).to(x_TD.dtype)
+        experts = self._packed or self._grouped
+        return self._combine(experts(x_TD, ids_TK), weights_TK).to(x_TD.dtype)
 
-    def _experts(self, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
+    def _grouped(self, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
         """The output of every chosen expert, [T, K, D]."""
         chosen = ids_TK.shape[1]
         sorted_P, order_P = torch.sort(ids_TK.flatten(), stable=True)
@@ -99,41 +102,12 @@ class Moe:
         pairs_PD = torch.empty_like(out_PD).index_copy_(0, order_P, out_PD)
         return pairs_PD.view(-1, chosen, x_TD.shape[1])
 
-    def _one_token(self, x_1D: Tensor, weights: list[float], ids: list[int]) -> Tensor:
-        """A single token reads the weights of its own experts only; memory is what it waits for."""
-        shared = range(self.moe.num_experts, len(self._each))
-        chosen = [*zip(ids, weights, strict=True), *((expert, 1.0) for expert in shared)]
-        out_1D = torch.zeros_like(x_1D)
-        for expert, weight in chosen:
-            gate_up_DE, down_ED = self._each[expert]
-            out_1D.addmm_(silu_product(torch.mm(x_1D, gate_up_DE)), down_ED, alpha=weight)
-        return out_1D
-
-    def _all_experts(
-        self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, gate_up: Linear, down: Linear
-    ) -> Tensor:
-        """All experts as one wide block; those a token did not choose count 0."""
-        weights_TX = weights_TK.new_ones(len(x_TD), len(self._experts_X))
-        weights_TX[:, : self.moe.num_experts] = 0.0
-        weights_TX.scatter_(1, ids_TK, weights_TK)
-        middle_TXI = silu_product(gate_up(x_TD).unflatten(1, (len(self._experts_X), -1)))
-        return down(middle_TXI.mul_(weights_TX.unsqueeze(-1)).flatten(1))
-
     def pack(self) -> None:
-        """Few experts on a CPU get a second form: one wide packed block, computed whole.
-
-        For several tokens that is more arithmetic and less time: one packed product runs two to
-        three times faster than the experts' small ones. It costs their memory once more.
-        """
-        experts = len(self.down_XDE)
-        chosen = self.moe.num_chosen + self.moe.num_shared
-        if experts > WIDE_UP_TO * chosen or not packs(self.down_XDE):
-            return
-        gate_up = Linear(self.gate_up_XED.flatten(0, 1))
-        down = Linear(self.down_XDE.transpose(0, 1).flatten(1))
-        for linear in (gate_up, down):
-            linear.pack()
-        self._wide = gate_up, down
+        """Move the weights into the products of `experts.py`, if they are fp32 on a CPU."""
+        if packs(self.down_XDE):
+            self.gate.pack()
+            self._packed = PackedExperts(self.gate_up_XED, self.down_XDE)
+            self.gate_up_XED, self.down_XDE = self.gate_up_XED[:0], self.down_XDE[:0]
 
     @staticmethod
     def _combine(out_TKD: Tensor, weights_TK: Tensor) -> Tensor:
