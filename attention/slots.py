@@ -11,7 +11,7 @@ from .metadata import Part
 
 # So many tokens on consecutive pages are worth an operation of their own; fewer are copied.
 LONG_RUN = 128
-# No piece of a longer request is shorter, or the bits of a score would depend on where its pages lie.
+# No piece of a longer request is shorter, or a score would depend on where its pages lie.
 SHORTEST_PIECE = FEWEST_KEYS
 
 
@@ -38,7 +38,8 @@ class RequestSlots:
         width = self.table_BL.shape[1]
         if part.longest > self._reach:
             raise ValueError(
-                f"a request of {part.longest} tokens has a block table that reaches to {self._reach}"
+                f"a request of {part.longest} tokens has a block table that reaches to "
+                f"{self._reach}"
             )
         table_BP, device = part.block_table_BP, part.block_table_BP.device
         offsets_P = torch.arange(self.page_size, device=device)

@@ -7,7 +7,6 @@ keys and values would be (1.7 times for tiny-dsa, 3.4 times for DeepSeek-V3's wi
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from ...kv_cache.storage import CacheStorage

@@ -57,8 +57,7 @@ def latent_attention(
     hidden_BwX: bool, for the last X rows of each token; True where it does not see a row, which
     must be finite all the same. Who sees nothing becomes NaN: callers set it to zero.
     """
-    batch, queries, _ = q_BQX.shape
-    length = rows_BLX.shape[1]
+    queries, length = q_BQX.shape[1], rows_BLX.shape[1]
     rows, q_BQX = rows_BLX.float(), q_BQX.float()
     if length % BLOCK:
         rows = F.pad(rows, (0, 0, 0, -length % BLOCK))

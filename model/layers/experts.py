@@ -15,10 +15,14 @@ MANY = 16
 
 
 class PackedExperts:
-    """X experts, gate_up_XED and down_XDE; each is fp32, on a CPU, and its memory runs along E."""
+    """X experts: gate_up_XED (gate rows, then up rows) and down_XDE, fp32 on a CPU.
+
+    The memory of both runs along their second dimension, as `Allocator.experts` lays it out.
+    """
 
     def __init__(self, gate_up_XED: Tensor, down_XDE: Tensor) -> None:
-        self._each = [(pack(gate_up_ED.contiguous()), pack(down_DE.contiguous())) for gate_up_ED, down_DE in zip(gate_up_XED, down_XDE, strict=True)]
+        self._gate_ups = [pack(gate_up_ED.contiguous()) for gate_up_ED in gate_up_XED]
+        self._downs = [pack(down_DE.contiguous()) for down_DE in down_XDE]
         self._tables: tuple[Table, Table] | None = None
         if agrees(*gate_up_XED.shape[1:]) and agrees(*down_XDE.shape[1:]):
             self._tables = Table(gate_up_XED), Table(down_XDE)
@@ -27,22 +31,23 @@ class PackedExperts:
         """The output of every chosen expert, [T, K, D]."""
         tokens, chosen = ids_TK.shape
         ids_P = ids_TK.flatten()
-        if self._tables is not None and len(ids_P) < MANY * len(self._each):
+        if self._tables is not None and len(ids_P) < MANY * len(self._downs):
             gate_up, down = self._tables
-            rows_PD = x_TD.unsqueeze(1).expand(-1, chosen, -1)
-            out_PD = down(silu_product(gate_up(rows_PD, ids_P)), ids_P)
+            rows_TKD = x_TD.unsqueeze(1).expand(-1, chosen, -1)
+            out_PD = down(silu_product(gate_up(rows_TKD, ids_P)), ids_P)
         else:
             out_PD = self._sorted(x_TD, ids_P, chosen)
         return out_PD.view(tokens, chosen, -1)
 
     def _sorted(self, x_TD: Tensor, ids_P: Tensor, chosen: int) -> Tensor:
+        """The same, each expert's rows together: [P, D] in the order of the pairs."""
         order_P = ids_P.argsort(stable=True)
-        counts = torch.bincount(ids_P, minlength=len(self._each)).tolist()
-        parts = zip(self._each, x_TD.index_select(0, order_P // chosen).split(counts), strict=True)
-        busy = [(expert, rows_TD) for expert, rows_TD in parts if len(rows_TD)]
-        middle_PE = torch.cat([multiply(rows_TD, gate_up) for (gate_up, _), rows_TD in busy])
-        hidden = silu_product(middle_PE).split([count for count in counts if count])
-        out_PD = torch.cat([multiply(h, down) for ((_, down), _), h in zip(busy, hidden, strict=True)])
+        counts = torch.bincount(ids_P, minlength=len(self._downs)).tolist()
+        rows = x_TD.index_select(0, order_P // chosen).split(counts)
+        busy = [expert for expert, count in enumerate(counts) if count]
+        middle_PE = torch.cat([multiply(rows[expert], self._gate_ups[expert]) for expert in busy])
+        hidden = silu_product(middle_PE).split(counts)
+        out_PD = torch.cat([multiply(hidden[expert], self._downs[expert]) for expert in busy])
         return torch.empty_like(out_PD).index_copy_(0, order_P, out_PD)
 
 
@@ -56,6 +61,6 @@ class Table:
         self._starts_P = torch.arange(MANY * experts) * columns
 
     def __call__(self, x: Tensor, ids_P: Tensor) -> Tensor:
-        """x [..., D], P rows in all, each times the weight of its expert: [P, E]."""
+        """P rows x [..., D], each times the weight of its own expert: [P, E]."""
         rows_PD = self._rows_XD.index_select(0, ids_P)
         return gather(x, self._table_XE, rows_PD, self._starts_P[: len(ids_P)])

@@ -1,7 +1,8 @@
 """Mixture of experts: a sigmoid gate limited to the best groups, and grouped matrix products.
 
 Token-expert pairs are sorted by expert, so each expert sees its tokens as one block of rows and the
-whole layer is two grouped products, however many experts there are. A CPU has its own (`experts.py`).
+whole layer is two grouped products, however many experts there are. A CPU has products of its own
+(`experts.py`).
 
 Shared experts are appended to the routed ones as experts that everybody chooses with weight 1: a
 shared block of width s * I is the sum of s blocks of width I.
