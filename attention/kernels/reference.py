@@ -41,7 +41,7 @@ def unabsorb(latent_THC: Tensor, w_uv_HVC: Tensor) -> Tensor:
 def _per_head(x_THD: Tensor, w_HDE: Tensor) -> Tensor:
     """Each head's rows times its own matrix, [H, T, E]."""
     tokens = len(x_THD)
-    if tokens >= FEWEST_ROWS:
+    if tokens >= FEWEST_ROWS or x_THD.device.type != "cpu":
         return torch.bmm(x_THD.transpose(0, 1), w_HDE)
     x_THD = F.pad(x_THD, (0, 0, 0, 0, 0, FEWEST_ROWS - tokens))
     return torch.bmm(x_THD.transpose(0, 1), w_HDE)[:, :tokens]

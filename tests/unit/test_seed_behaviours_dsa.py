@@ -172,7 +172,7 @@ def test_s13_dense_plan_does_no_work_until_a_part_is_dense():
     plan = backend.plan(bed.batch(ends(40), 0))
     bed.attend(backend, plan, ends(40))
     dense = TorchDenseBackend(bed.storage).plan(plan.batch)
-    assert dense.decode_slots is None and plan.dense == dense
+    assert dense.decodes.slots is None and plan.dense == dense
 
 
 def test_s14_nothing_of_a_prefill_survives_into_the_next_step():

@@ -178,13 +178,13 @@ def test_s58_refreshed_plan_keeps_its_table_and_checks_shapes():
     backend = dense(bed)
     plan = backend.plan(bed.batch(ends(40, 30), 0, table_width=12))
     bed.attend(backend, plan, ends(40, 30))
-    assert plan.decode_slots is not None
-    address = plan.decode_slots.table_BL.data_ptr()
+    assert plan.decodes.slots is not None
+    address = plan.decodes.slots.table_BL.data_ptr()
     for lengths in ((39, 12), (3, 30), (40, 30)):
         batch = bed.batch(ends(*lengths), 0, table_width=12)
         assert backend.plan(batch, out=plan) is plan
         assert_close(bed.attend(backend, plan, ends(*lengths)), bed.expected(ends(*lengths)))
-        assert plan.decode_slots.table_BL.data_ptr() == address
+        assert plan.decodes.slots.table_BL.data_ptr() == address
     with pytest.raises(ValueError, match="make a new plan"):
         backend.plan(bed.batch(ends(40), 0, table_width=12), out=plan)
     with pytest.raises(TypeError, match="a TorchPlan is expected, got DsaPlan"):
