@@ -53,11 +53,12 @@ class DeepseekModel:
 
     def pack(self) -> None:
         """Lay the weights out for the processor; afterwards they cannot be read by name."""
-        for linear in self._linears:
-            linear.pack()
         for layer in [*self.layers, *([self.mtp.layer] if self.mtp else [])]:
+            layer.attention.pack()
             if isinstance(layer.feed_forward, Moe):
                 layer.feed_forward.pack()
+        for linear in self._linears:
+            linear.pack()
 
     def forward(
         self, token_ids_T: Tensor, plan: Plan, backend: AttentionBackend, storage: CacheStorage

@@ -39,9 +39,13 @@ class Indexer:
         rotate_(keys_TD[:, : self.rope_dim], angles_TR)
         return keys_TD
 
-    def queries(self, x_TD: Tensor, latent_TQ: Tensor, angles_TR: Tensor) -> IndexQuery:
-        """Index queries from the normed query latent, head weights from the layer's input."""
+    def weights(self, x_TD: Tensor) -> Tensor:
+        """Head weights [T, n] from the layer's input, in fp32 and not yet scaled."""
+        return F.linear(x_TD.float(), self.weights_nD)
+
+    def queries(self, latent_TQ: Tensor, weights_Tn: Tensor, angles_TR: Tensor) -> IndexQuery:
+        """Index queries from the normed query latent, with the head weights."""
         heads, width = self.indexer.num_heads, self.indexer.head_dim
         q_TnD = self.up(latent_TQ).view(-1, heads, width)
         rotate_(q_TnD[..., : self.rope_dim], angles_TR.unsqueeze(1))
-        return IndexQuery(q_TnD, F.linear(x_TD.float(), self.weights_nD) * self._scale)
+        return IndexQuery(q_TnD, weights_Tn * self._scale)

@@ -75,7 +75,7 @@ class Linear:
         than the default BLAS from two rows on (AMD EPYC). A weight of few columns is kept twice.
         """
         weight_ED = self.weight_ED
-        if not packs(weight_ED):
+        if self._packed is not None or not packs(weight_ED):
             return
         if agrees(*weight_ED.shape):
             self._few = FewRows(weight_ED)

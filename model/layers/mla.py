@@ -17,6 +17,7 @@ from ..config import ModelConfig
 from .indexer import Indexer
 from .linear import Allocator, Linear
 from .norm import LATENT_EPS, RmsNorm
+from .products import packs
 from .rope import rotate_
 
 
@@ -57,12 +58,21 @@ class Mla:
             if config.indexer
             else None
         )
+        self._joined = False
         self.layer = MlaLayer(
             index=index,
             scale=config.softmax_scale,
             w_uk_HNC=self.kv_b_HXC[:, : config.nope_dim],
             w_uv_HVC=self.kv_b_HXC[:, config.nope_dim :],
         )
+
+    def pack(self) -> None:
+        """Pack the first projection; the index weights become a part of it, one product less."""
+        if self.indexer is not None and packs(self.down.weight_ED):
+            self.down.weight_ED = torch.cat((self.down.weight_ED, self.indexer.weights_nD))
+            self.indexer.weights_nD = self.indexer.weights_nD.new_empty(0)
+            self._joined = True
+        self.down.pack()
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
         down_TE = self.down(x_TD)
@@ -79,7 +89,8 @@ class Mla:
         slots_T = step.plan.batch.slots_T
         step.storage.write_latent(self.index, slots_T, latent_TC, rope_TR)
         if self.indexer is not None:
-            keys_TD = self.indexer.keys(down_TE[:, rope_end:], step.angles_TR)
+            keys_end = rope_end + self.indexer.indexer.head_dim
+            keys_TD = self.indexer.keys(down_TE[:, rope_end:keys_end], step.angles_TR)
             step.storage.write_index(self.index, slots_T, keys_TD)
 
     def _query(self, x_TD: Tensor, down_TE: Tensor, step: Step) -> Query:
@@ -89,11 +100,17 @@ class Mla:
             latent_TQ = self.q_norm(q_TE)
             q_TE = self.up(latent_TQ)
             if self.indexer is not None and step.plan.selects:
-                index = self.indexer.queries(x_TD, latent_TQ, step.angles_TR)
+                weights_Tn = self._index_weights(self.indexer, x_TD, down_TE)
+                index = self.indexer.queries(latent_TQ, weights_Tn, step.angles_TR)
         q_THX = q_TE.view(-1, config.num_heads, config.nope_dim + config.rope_dim)
         nope_THN, rope_THR = q_THX[..., : config.nope_dim], q_THX[..., config.nope_dim :]
         rotate_(rope_THR, step.angles_TR.unsqueeze(1))
         return Query(nope_THN, rope_THR, index)
+
+    def _index_weights(self, indexer: Indexer, x_TD: Tensor, down_TE: Tensor) -> Tensor:
+        if self._joined:
+            return down_TE[:, -indexer.indexer.num_heads :]
+        return indexer.weights(x_TD)
 
     def _attend(self, q: Query, step: Step) -> Tensor:
         """[T, H, V]: prompt chunks first, decodes after, as the batch orders them."""
