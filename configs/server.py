@@ -41,6 +41,12 @@ class ServerConfig:
     """The name in requests and answers; the name of the checkpoint's folder when not given."""
     api_key: str | None = None
     """Asked of every route but health and version; no key is asked when not given."""
+    api_key_file: str | None = None
+    """A TOML file of more keys, each with limits of its own: see server/keys.py."""
+    cors_origins: str = ""
+    """Origins of web pages that may use the API from a browser, separated by commas; * for all."""
+    allow_unknown_fields: bool = False
+    """Drop fields of requests that are not known instead of refusing them by name."""
     drain_seconds: float = 30.0
     """Time that open requests get to finish after SIGTERM."""
     heartbeat_seconds: float = 10.0

@@ -8,6 +8,7 @@ import logging
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from .errors import ApiError, internal
@@ -43,7 +44,18 @@ def create_app(service: Service) -> ASGIApp:
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientGone, _client_gone)
     app.add_exception_handler(Exception, _fault)
-    return Gate(app, service.config.api_key, service.metrics.count_http)
+    gate = Gate(app, service.keyring, service.metrics.count_http)
+    origins = service.config.cors_origins.replace(",", " ").split()
+    if not origins:
+        return gate
+    # Outside the gate: a browser asks whether it may ask before it shows its key.
+    return CORSMiddleware(
+        gate,
+        allow_origins=origins,
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id"],
+    )
 
 
 def _response(request: Request, error: ApiError) -> Response:

@@ -11,12 +11,12 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 
-from ..configs.server import LimitsConfig
+from ..configs.server import LimitsConfig, ServerConfig
 from .errors import ApiError, body_too_large, invalid_json, unsupported_media_type
 from .long_text import in_thread_if_long
 from .sse import ClientGone
 from .strict_json import read_object
-from .validation import validate
+from .validation import validate, without_unknown
 
 _Fields = TypeVar("_Fields", bound=BaseModel)
 
@@ -33,14 +33,16 @@ class Body(Generic[_Fields]):
     size: int
 
 
-async def read_body(request: Request, limits: LimitsConfig, model: type[_Fields]) -> Body[_Fields]:
+async def read_body(request: Request, config: ServerConfig, model: type[_Fields]) -> Body[_Fields]:
     """The body as a model; raises ApiError 400, 408, 413 or 415, or ClientGone."""
-    raw = await _read_json(request, limits)
-    return await in_thread_if_long(len(raw), _parse, raw, model)
+    raw = await _read_json(request, config.limits)
+    return await in_thread_if_long(len(raw), _parse, raw, model, config.allow_unknown_fields)
 
 
-def _parse(raw: bytes, model: type[_Fields]) -> Body[_Fields]:
+def _parse(raw: bytes, model: type[_Fields], allow_unknown: bool) -> Body[_Fields]:
     document = read_object(raw)
+    if allow_unknown:
+        document = without_unknown(model, document)
     return Body(validate(model, document), document, len(raw))
 
 

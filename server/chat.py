@@ -158,7 +158,7 @@ async def prepare_chat(service: Service, body: Body[ChatRequest]) -> PreparedCha
 def _with_budget(
     service: Service, request: ChatRequest, prompt: ChatPrompt, params: SamplingParams
 ) -> SamplingParams:
-    budget = request.thinking_token_budget
+    budget = request.thinking_budget
     if budget is None:
         return params
     if prompt.start != "reasoning":

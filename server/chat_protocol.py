@@ -165,13 +165,19 @@ def _tool_choice(value: Any) -> Any:
     raise wrong("must be 'auto', 'none', 'required' or an object that names a function")
 
 
-def _thinking(value: Any) -> bool:
-    """DeepSeek's switch: `{"type": "enabled"}`, or a plain bool."""
+class ThinkingObject(Strict):
+    """The switch as DeepSeek's and Anthropic's clients write it."""
+
+    type: Literal["enabled", "disabled"]
+    budget_tokens: Annotated[int | None, Field(ge=1, lt=2**63)] = None
+
+
+def _thinking(value: Any) -> Any:
+    """A plain bool as the object that says the same."""
     if isinstance(value, bool):
+        return {"type": "enabled" if value else "disabled"}
+    if isinstance(value, dict):
         return value
-    kind = value.get("type") if isinstance(value, dict) and len(value) == 1 else None
-    if kind in ("enabled", "disabled"):
-        return kind == "enabled"
     raise wrong("must be a bool, or an object whose type is 'enabled' or 'disabled'")
 
 
@@ -205,15 +211,10 @@ TemplateSwitch = Annotated[
     ),
 ]
 ThinkingSwitch = Annotated[
-    bool | None,
+    ThinkingObject,
     BeforeValidator(_thinking),
     WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "boolean"},
-                {"type": "object", "properties": {"type": {"enum": ["enabled", "disabled"]}}},
-            ]
-        }
+        {"anyOf": [{"type": "boolean"}, ThinkingObject.model_json_schema()]},
     ),
 ]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -226,14 +227,15 @@ class ChatPromptFields(Strict):
     tool_choice: ToolChoice = "auto"
     response_format: AnswerFormat = None
     chat_template_kwargs: TemplateSwitch = None
-    thinking: ThinkingSwitch = None
+    thinking: ThinkingSwitch | None = None
     reasoning_effort: Effort | None = None
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
 
     def wants_thinking(self, default: bool) -> bool:
         """The first spelling that is given decides."""
-        for switch in (self.chat_template_kwargs, self.thinking):
+        thinking = None if self.thinking is None else self.thinking.type == "enabled"
+        for switch in (self.chat_template_kwargs, thinking):
             if switch is not None:
                 return switch
         return default if self.reasoning_effort is None else self.reasoning_effort != "none"
@@ -259,6 +261,13 @@ class ChatRequest(ChatPromptFields, GenerationRequest):
     include_reasoning: bool = True
     separate_reasoning: bool = True
     thinking_token_budget: Annotated[int | None, Field(ge=1, lt=2**63)] = None
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """Tokens that thoughts may have, by the first spelling that is given."""
+        if self.thinking_token_budget is not None or self.thinking is None:
+            return self.thinking_token_budget
+        return self.thinking.budget_tokens
 
 
 class TokenizeRequest(ChatPromptFields, RequestModel):

@@ -45,6 +45,8 @@ class ApiError(Exception):
     def body(self) -> bytes:
         """The JSON of this error; a server's own fault has another type than a client's."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        if self.status == 429:
+            kind = "rate_limit_error"
         detail = _Detail(self.message, kind, self.param, self.code)
         return msgspec.json.encode(_Envelope(detail))
 
@@ -109,6 +111,12 @@ def context_length_exceeded(param: str, limit: int, prompt: str, output: int | N
         f"However, the prompt holds {prompt} tokens{asked}. Please shorten it"
     )
     return ApiError(400, message, code="context_length_exceeded", param=param)
+
+
+def rate_limited(message: str, wait: int) -> ApiError:
+    """`wait`: seconds after which it is worth trying again."""
+    headers = {"retry-after": str(wait)}
+    return ApiError(429, message, code="rate_limit_exceeded", headers=headers)
 
 
 def overloaded(message: str) -> ApiError:

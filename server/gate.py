@@ -1,18 +1,18 @@
-"""The one middleware: request ids, the API key, counting. Pure ASGI.
+"""The one middleware: request ids, API keys and their limits, counting. Pure ASGI.
 
 Middleware that wraps the response (as Starlette's BaseHTTPMiddleware does) hides disconnects from
 the handlers, so a client that left would keep its pages.
 """
 
-import hmac
+import contextlib
 import re
 import secrets
-from collections.abc import Callable
-from hashlib import sha256
+from collections.abc import Callable, Iterator
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError
+from .keys import Keyring
 from .messages_api.errors import shaped_body
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/version"})
@@ -26,10 +26,10 @@ class Gate:
     """Stands before the application; `count(route, status)` hears of every answer."""
 
     def __init__(
-        self, app: ASGIApp, api_key: str | None, count: Callable[[str, int], None]
+        self, app: ASGIApp, keyring: Keyring | None, count: Callable[[str, int], None]
     ) -> None:
         self._app = app
-        self._digest = None if api_key is None else _digest(api_key.encode())
+        self._keyring = keyring
         self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -52,27 +52,36 @@ class Gate:
             await send(message)
 
         try:
-            if self._admits(scope, headers):
+            with self._admitted(scope, headers):
                 await self._app(scope, receive, send_named)
-            else:
-                await _refuse(scope["path"], request_id, send_named)
+        except ApiError as error:
+            await _refuse(error, scope["path"], request_id, send_named)
         finally:
             if scope["state"].get("client_gone"):
                 status = CLIENT_GONE
             self._count(_route(scope), status)
 
-    def _admits(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
-        """Decided on the path as it was sent, never on a URL rebuilt from headers."""
-        if self._digest is None or scope["path"] in OPEN_PATHS:
-            return True
-        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-        given = token if scheme == b"Bearer" else headers.get(b"x-api-key", b"")
-        return hmac.compare_digest(_digest(given), self._digest)
+    @contextlib.contextmanager
+    def _admitted(self, scope: Scope, headers: dict[bytes, bytes]) -> Iterator[None]:
+        """Raise ApiError 401 or 429 at once, or hold a place of the key for as long as it takes.
 
-
-def _digest(key: bytes) -> bytes:
-    # Of equal length whatever was sent, so the comparison tells nothing about the key's length.
-    return sha256(key).digest()
+        Decided on the path as it was sent, never on a URL rebuilt from headers.
+        """
+        scope["state"]["owner"] = b""
+        if self._keyring is None or scope["path"] in OPEN_PATHS:
+            yield
+            return
+        key = self._keyring.find(headers)
+        if key is None:
+            challenge = {"www-authenticate": "Bearer"}
+            message = "The API key is missing or wrong"
+            raise ApiError(401, message, code="invalid_api_key", headers=challenge)
+        key.enter()
+        scope["state"]["owner"] = key.digest
+        try:
+            yield
+        finally:
+            key.leave()
 
 
 def _request_id(headers: dict[bytes, bytes]) -> str:
@@ -86,13 +95,9 @@ def _route(scope: Scope) -> str:
     return "unmatched" if route is None else route.path
 
 
-async def _refuse(path: str, request_id: str, send: Send) -> None:
-    error = ApiError(401, "The API key is missing or wrong", code="invalid_api_key")
+async def _refuse(error: ApiError, path: str, request_id: str, send: Send) -> None:
     body = shaped_body(error, path, request_id)
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"www-authenticate", b"Bearer"),
-    ]
-    await send({"type": "http.response.start", "status": 401, "headers": headers})
+    headers = {"content-type": "application/json", "content-length": str(len(body))}
+    raw = [(name.encode(), value.encode()) for name, value in (headers | error.headers).items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": raw})
     await send({"type": "http.response.body", "body": body})

@@ -40,7 +40,7 @@ def generating_routes(service: Service) -> APIRouter:
         return await run_plan(service, request, plan, fields.stream)
 
     async def abort(request: Request) -> Response:
-        body = (await read_body(request, service.config.limits, AbortRequest)).fields
+        body = (await read_body(request, service.config, AbortRequest)).fields
         if body.all == (body.request_id is not None):
             raise invalid_value("request_id", "give either request_id or all, and not both")
         found = [

@@ -39,6 +39,7 @@ _FAILURES: Mapping[str, str] = MappingProxyType(
         "408": "The body did not arrive in time",
         "413": "The body is too large",
         "415": "The body is not plain application/json",
+        "429": "The key is over one of its limits",
         "500": "The server failed",
         "503": "The server is loading, full, shutting down or dead",
     }

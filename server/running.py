@@ -24,7 +24,7 @@ async def read_when_ready(
     health = service.client.health
     if health is not Health.READY:
         raise unavailable(health.value)
-    return await read_body(request, service.config.limits, model)
+    return await read_body(request, service.config, model)
 
 
 async def run_plan(service: Service, request: Request, plan: Plan, stream: bool) -> Response:

@@ -11,7 +11,8 @@ from .service import Service
 def describe(service: Service) -> dict[str, Any]:
     """The body of GET /server_info."""
     settings = dataclasses.asdict(service.config)
-    settings["api_key"] = None if settings["api_key"] is None else "set"
+    for name in ("api_key", "api_key_file"):
+        settings[name] = None if settings[name] is None else "set"
     settings["engine"].pop("model")
     chat_format = service.chat_format
     return {

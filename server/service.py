@@ -14,6 +14,7 @@ from .engine_client import EngineClient
 from .errors import context_length_exceeded, invalid_value, model_not_found
 from .generation import Generation, Plan
 from .grammar_trials import GrammarTrials
+from .keys import Keyring
 from .metrics import Metrics
 from .sampling import SamplingDefaults, SeedSource
 from .tokenizer import Tokenizer
@@ -33,6 +34,7 @@ class Service:
     metrics: Metrics
     seeds: SeedSource
     trials: GrammarTrials
+    keyring: Keyring | None = None
     notes: tuple[str, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
     generations: dict[str, Generation] = field(default_factory=dict)

@@ -26,6 +26,7 @@ from .chat_formats import choose_format
 from .engine_client import EngineClient, StartFailed
 from .grammar_trials import GrammarTrials
 from .http_protocol import guarded_protocol
+from .keys import read_keyring
 from .metrics import Metrics
 from .sampling import SeedSource, read_defaults
 from .service import Service
@@ -218,6 +219,7 @@ def make_service(
         tokenizer.check_vocab(info.vocab_size)
         choice = choose_format(info.model_type, directory, tokenizer)
         defaults, note = read_defaults(directory)
+        keyring = read_keyring(config.api_key, config.api_key_file)
     except ValueError as error:
         raise StartFailed(str(error)) from None
     notes = [] if note is None else [note]
@@ -238,6 +240,7 @@ def make_service(
         metrics=Metrics(name, lambda: client.stats),
         seeds=SeedSource(config.engine.seed),
         trials=GrammarTrials(directory, info.vocab_size, info.eos_token_ids),
+        keyring=keyring,
         notes=tuple(notes),
     )
 

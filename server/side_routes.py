@@ -115,7 +115,7 @@ class _Tokens:
         self._service = service
 
     async def tokenize(self, request: Request) -> Response:
-        body = await read_body(request, self._service.config.limits, TokenizeRequest)
+        body = await read_body(request, self._service.config, TokenizeRequest)
         fields, tokenizer = body.fields, self._service.tokenizer
         self._service.check_model(fields.model)
         given = [name for name in ("prompt", "content", "messages") if body.document.get(name)]
@@ -148,7 +148,7 @@ class _Tokens:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        body = await read_body(request, self._service.config.limits, DetokenizeRequest)
+        body = await read_body(request, self._service.config, DetokenizeRequest)
         self._service.check_model(body.fields.model)
         return _answer({"prompt": await in_thread_if_long(body.size, self._text, body.fields)})
 

@@ -6,7 +6,8 @@ which asks for nothing. An explicit null always equals absence: common clients s
 fields.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
@@ -80,12 +81,33 @@ def validate(model: type[_Model], document: Mapping[str, Any]) -> _Model:
     try:
         return model.model_validate(document)
     except ValidationError as error:
-        raise _api_error(error) from None
+        raise _api_error(error, model) from None
 
 
-def _api_error(error: ValidationError) -> ApiError:
+def without_unknown(model: type[BaseModel], document: dict[str, Any]) -> dict[str, Any]:
+    """The document without the fields that the model does not know; it is changed in place."""
+    try:
+        model.model_validate(document)
+    except ValidationError as error:
+        for problem in error.errors(include_url=False, include_context=False):
+            if problem["type"] == "extra_forbidden":
+                _drop(document, problem["loc"])
+    return document
+
+
+def _drop(document: dict[str, Any], path: Sequence[int | str]) -> None:
+    *parents, last = path
+    node: Any = document
+    for part in parents:
+        if isinstance(part, str) and part.startswith("<"):
+            continue
+        node = node[part]
+    del node[last]
+
+
+def _api_error(error: ValidationError, model: type[BaseModel]) -> ApiError:
     problems = error.errors(include_url=False, include_context=True)
-    texts = [_problem(problem) for problem in problems[:MAX_PROBLEMS]]
+    texts = [_problem(problem, model) for problem in problems[:MAX_PROBLEMS]]
     if len(problems) > MAX_PROBLEMS:
         texts.append(f"and {len(problems) - MAX_PROBLEMS} more")
     first = problems[0]
@@ -105,14 +127,20 @@ def _path(problem: ErrorDetails) -> str:
     return ".".join(part[:64] for part in (*fields, last))
 
 
-def _problem(problem: ErrorDetails) -> str:
+def _problem(problem: ErrorDetails, model: type[BaseModel]) -> str:
     path = _path(problem)
     match problem["type"]:
         case "missing":
             return f"{path} is required"
         case "extra_forbidden":
-            return f"{path} is not supported by this server"
+            return f"{path} is not supported by this server{_nearest(path, model)}"
         case "unsupported" | "invalid":
             return f"{path}: {problem['msg']}"
     text = problem["msg"].removeprefix("Input ")
     return f"{path} {text}, not {shown(problem['input'])}"
+
+
+def _nearest(name: str, model: type[BaseModel]) -> str:
+    """A hint for a field that is misspelled."""
+    near = get_close_matches(name, model.model_fields, 1, 0.8)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -37,6 +37,7 @@ from minidsa.server.app import create_app
 from minidsa.server.chat_formats import DeepseekV32
 from minidsa.server.engine_client import EngineClient
 from minidsa.server.grammar_trials import GrammarTrials
+from minidsa.server.keys import read_keyring
 from minidsa.server.metrics import Metrics
 from minidsa.server.sampling import SamplingDefaults, SeedSource
 from minidsa.server.service import Service
@@ -229,6 +230,7 @@ async def serving(
         metrics=Metrics("tiny", lambda: client.stats),
         seeds=SeedSource(config.engine.seed),
         trials=GrammarTrials(Path(config.engine.model), loaded.vocab_size, loaded.eos_token_ids),
+        keyring=read_keyring(config.api_key, config.api_key_file),
     )
     app = create_app(service)
     if ready:

@@ -42,29 +42,30 @@ class _Responses:
     async def create(self, request: Request) -> Response:
         service = self._service
         body = await read_when_ready(service, request, ResponsesRequest)
-        previous = self._previous(body.fields.previous_response_id)
+        owner = request.state.owner
+        previous = self._previous(owner, body.fields.previous_response_id)
         is_stored = self._is_stored(body.fields)
         translated = await to_chat(body, previous)
         with readdressed(translated.addresses):
             chat = await prepare_chat(service, translated.chat)
         answer_id = service.answer_id("resp_", request.state.request_id)
-        keep = self._keeper(answer_id, body, translated) if is_stored else None
+        keep = self._keeper(owner, answer_id, body, translated) if is_stored else None
         call_key = chat.prompt.call_key
         renderer = ResponseRenderer(answer_id, service.model_name, call_key, body, keep)
         plan = Plan(answer_id, chat.choices, renderer)
         return await run_plan(service, request, plan, body.fields.stream)
 
-    async def read(self, response_id: str) -> Response:
-        return Response(self._found(response_id).body, media_type=JSON)
+    async def read(self, request: Request, response_id: str) -> Response:
+        return Response(self._found(request, response_id).body, media_type=JSON)
 
-    async def delete(self, response_id: str) -> Response:
-        if not self._store.delete(response_id):
+    async def delete(self, request: Request, response_id: str) -> Response:
+        if not self._store.delete(request.state.owner, response_id):
             raise _not_found(response_id)
         answer = {"id": response_id, "object": "response", "deleted": True}
         return Response(msgspec.json.encode(answer), media_type=JSON)
 
-    async def items(self, response_id: str) -> Response:
-        items = self._found(response_id).input_items
+    async def items(self, request: Request, response_id: str) -> Response:
+        items = self._found(request, response_id).input_items
         answer = {
             "object": "list",
             "data": items,
@@ -79,10 +80,10 @@ class _Responses:
             raise unsupported("store", "this server stores no responses; send store false")
         return self._store.is_on and request.store is not False
 
-    def _previous(self, response_id: str | None) -> Stored | None:
+    def _previous(self, owner: bytes, response_id: str | None) -> Stored | None:
         if response_id is None:
             return None
-        found = self._store.get(response_id)
+        found = self._store.get(owner, response_id)
         if found is None:
             raise ApiError(
                 400,
@@ -92,13 +93,15 @@ class _Responses:
             )
         return found
 
-    def _found(self, response_id: str) -> Stored:
-        found = self._store.get(response_id)
+    def _found(self, request: Request, response_id: str) -> Stored:
+        found = self._store.get(request.state.owner, response_id)
         if found is None:
             raise _not_found(response_id)
         return found
 
-    def _keeper(self, answer_id: str, body: Body[ResponsesRequest], translated: Translated) -> Keep:
+    def _keeper(
+        self, owner: bytes, answer_id: str, body: Body[ResponsesRequest], translated: Translated
+    ) -> Keep:
         def keep(answer: bytes, blocks: Sequence[Block]) -> None:
             items = [
                 {"id": f"item_{answer_id.removeprefix('resp_')}_{index}"}
@@ -108,7 +111,7 @@ class _Responses:
             # The size of the translated chat counts the conversation before it as well.
             size = translated.chat.size + 2 * len(answer)
             conversation = [*translated.conversation, *answer_turn(blocks)]
-            self._store.put(answer_id, Stored(answer, conversation, items, size))
+            self._store.put(owner, answer_id, Stored(answer, conversation, items, size))
 
         return keep
 

@@ -21,34 +21,38 @@ class Stored:
 
 
 class ResponseStore:
-    """The responses used last, as many as fit into `limit` bytes."""
+    """The responses used last, as many as fit into `limit` bytes.
+
+    A response is found by its owner only: the digest of the key that asked for it.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._stored: OrderedDict[str, Stored] = OrderedDict()
+        self._stored: OrderedDict[tuple[bytes, str], Stored] = OrderedDict()
         self._size = 0
 
     @property
     def is_on(self) -> bool:
         return self._limit > 0
 
-    def put(self, response_id: str, stored: Stored) -> None:
+    def put(self, owner: bytes, response_id: str, stored: Stored) -> None:
         """Keep a response; the ones not used for longest make room."""
-        self._stored[response_id] = stored
+        self.delete(owner, response_id)
+        self._stored[owner, response_id] = stored
         self._size += stored.size
         while self._size > self._limit:
             _, oldest = self._stored.popitem(last=False)
             self._size -= oldest.size
 
-    def get(self, response_id: str) -> Stored | None:
-        found = self._stored.get(response_id)
+    def get(self, owner: bytes, response_id: str) -> Stored | None:
+        found = self._stored.get((owner, response_id))
         if found is not None:
-            self._stored.move_to_end(response_id)
+            self._stored.move_to_end((owner, response_id))
         return found
 
-    def delete(self, response_id: str) -> bool:
+    def delete(self, owner: bytes, response_id: str) -> bool:
         """Forget a response; returns whether it was there."""
-        found = self._stored.pop(response_id, None)
+        found = self._stored.pop((owner, response_id), None)
         if found is not None:
             self._size -= found.size
         return found is not None

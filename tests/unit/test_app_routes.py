@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from minidsa.configs.server import LimitsConfig
-from minidsa.server import gate
+from minidsa.server import gate, keys
 from minidsa.server.chat_protocol import ChatRequest
 from minidsa.server.protocol import CompletionRequest
 from patience import PATIENCE, until
@@ -213,14 +213,16 @@ async def test_abu_18_keys(headers, status):
 
 
 def test_abu_18_keys_are_compared_by_digest_only():
-    tree = ast.parse(Path(gate.__file__).read_text())
+    tree = ast.parse(Path(keys.__file__).read_text())
     compared = [
         ast.unparse(node)
         for node in ast.walk(tree)
         if isinstance(node, ast.Compare) and "digest" in ast.unparse(node)
     ]
-    assert compared == ["self._digest is None"]
+    assert compared == []
     assert "compare_digest" in ast.unparse(tree)
+    gate_tree = ast.unparse(ast.parse(Path(gate.__file__).read_text()))
+    assert "authorization" not in gate_tree and "_keyring.find" in gate_tree
 
 
 async def test_request_ids():
@@ -437,3 +439,32 @@ async def test_abu_09_long_texts_are_encoded_beside_the_event_loop(monkeypatch):
         # In a small context the text is refused before anybody encodes it.
         error_of(await post(bed, COMPLETIONS, prompt="a" * 10**6), 400)
     assert len(threads) == 2
+
+
+UNKNOWN = {"foo": 1, "messages": [{"role": "user", "content": "hi", "bar": 2}], "max_token": 3}
+
+
+async def test_unknown_fields_are_refused_with_the_nearest_name():
+    async with serving() as bed:
+        error = error_of(await post(bed, CHAT, **UNKNOWN), 400)
+        assert error["code"] == "unsupported_parameter"
+        message = error["message"] or ""
+        assert "messages.0.bar is not supported" in message
+        assert "did you mean max_tokens?" in message
+
+
+async def test_unknown_fields_can_be_allowed():
+    wide = msgspec.structs.replace(INFO, max_model_len=4096)
+    async with serving(info=wide, config=server_config(allow_unknown_fields=True)) as bed:
+        body = UNKNOWN | {"max_tokens": 2, "tools": [
+            {"type": "function", "x": 1, "function": {"name": "f", "y": {"z": 1}}}]}  # fmt: skip
+        assert (await post(bed, CHAT, **body)).status_code == 200
+        text = bed.tokenizer.decode(bed.engine.submits[0].prompt_ids)
+        assert '{"name": "f"}' in text
+        block = {"type": "text", "text": "hi", "other": 1}
+        messages = [{"role": "user", "content": [block]}]
+        answer = await post(bed, "/v1/messages", messages=messages, max_tokens=2, top=1)
+        assert answer.status_code == 200
+        # What is known is as strict as ever, and what is refused stays refused.
+        assert error_of(await post(bed, CHAT, **body, temperature=9), 400)["param"] == "temperature"
+        assert error_of(await post(bed, CHAT, **body, best_of=9), 400)["param"] == "best_of"
