@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from checkpoints import EOS_IDS, t_cpu, t_eos, t_markov
+from checkpoints import EOS_IDS, t_cpu, t_eos, t_markov, t_tied
 from minidsa.scheduler.messages import Submit
 from minidsa.scheduler.request import Request
 from minidsa.scheduler.speculative import Speculation
@@ -128,6 +128,17 @@ def test_spec_01_an_exact_layer_is_accepted_at_every_position(count):
     surplus = stats.num_draft_tokens - stats.num_accepted_tokens
     assert surplus <= count * len(LENGTHS)
     assert stats.accepted_at == sorted(stats.accepted_at, reverse=True)
+
+
+def test_spec_09_near_tied_logits_with_any_drafts():
+    """Logprobs are equal too, to the last bit, so that no tie can fall another way."""
+    submits = requests("logprobs")
+    plain = ModelDriver(t_tied(), Settings()).run(submits)
+    for miss in (False, True):
+        drafted = replaying(t_tied(), Settings(), plain, miss).run(submits)
+        assert_same(drafted, plain, exact=True)
+    mtp = ModelDriver(t_tied(), Settings(drafter="mtp", num_drafts=3)).run(submits)
+    assert_same(mtp, plain, exact=True)
 
 
 def first_drafts(submits: list[Submit], monkeypatch) -> tuple[list[list[int]], dict]:
