@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: serve test test-unit test-deep check format dev bench train train-smoke clean
+.PHONY: serve test test-unit test-deep check format dev bench train train-drafts train-smoke clean
 
 serve: $(VENV)/.installed
 	$(BIN)/minidsa serve $(ARGS)
@@ -41,9 +41,17 @@ train: dev
 	$(BIN)/python -m training --out build/tiny-dsa-first --seed 1 --minutes 8.2 --workers 14 --no-gates
 	$(BIN)/python -m training --resume build/tiny-dsa-first --out checkpoints/tiny-dsa \
 		--phases sparse:1 --lr 1.5e-3 --index-lr 4e-3 --seed 100001 --minutes 7.9 --workers 14
-	$(BIN)/python -m training --resume checkpoints/tiny-dsa --out checkpoints/tiny-dsa \
-		--phases drafts:1 --lr 1e-3 --index-lr 1e-3 --seed 200001 --minutes 2 --workers 14 --no-gates
 	$(BIN)/python -m benchmarks.tiny_dsa --device cuda --rows 12
+
+# Teaches the MTP layer of checkpoints/tiny-dsa to draft several tokens ahead, on a CPU.
+train-drafts: dev
+	$(BIN)/python -m training --resume checkpoints/tiny-dsa --out build/tiny-dsa-drafts \
+		--phases drafts:1 --lr 1e-3 --index-lr 1e-3 --seed 200001 --device cpu --minutes 20 \
+		--batch-tokens 2048 --no-gates
+	$(BIN)/python -m training --resume build/tiny-dsa-drafts --out checkpoints/tiny-dsa \
+		--phases drafts:1 --lr 4e-4 --index-lr 1e-3 --seed 200002 --device cpu --minutes 14 \
+		--batch-tokens 2048 --no-gates
+	$(BIN)/python -m benchmarks.tiny_dsa --tasks --output benchmarks/results/tiny_dsa_tasks.json
 
 # Every phase in half a minute on a CPU; the gates cannot be passed, and its exit status says so.
 train-smoke: dev

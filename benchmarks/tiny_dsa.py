@@ -6,8 +6,8 @@ and its two controls, attention mass, MTP agreement, sample answers. Run from th
     python -m benchmarks.tiny_dsa --device cuda
     python -m benchmarks.tiny_dsa --tasks --output benchmarks/results/tiny_dsa_tasks.json
 
-The second form takes a minute on a CPU: exact answers per kind of task, and the least distance of
-the needles from their questions.
+The second form takes minutes on a CPU: exact answers per kind of task, how often each of four
+drafts in a row is what the model says, and the least distance of the needles from their questions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import torch
 from tokenizers import Tokenizer
 
 from training import evaluate, export
-from training.corpus import EXCHANGES
+from training.corpus import EXCHANGES, Mix
+from training.evaluate import CHAT
 
 ROOT = Path(__file__).parent.parent
 
@@ -73,15 +74,21 @@ def measure_all(bench: evaluate.Bench) -> tuple[dict[str, object], bool]:
 
 
 def measure_tasks(bench: evaluate.Bench) -> tuple[dict[str, object], bool]:
-    """Exact answers by kind of task (stories have none), and the least distance of a needle."""
+    """Exact answers by kind of task (stories have none), drafts, the least distance of a needle."""
     exact = {
         make.__name__: evaluate.exact_answers(bench, make, bench.needle_chats)
         for make, _ in EXCHANGES
         if make.__name__ != "story"
     }
     least = {str(tokens): min(evaluate.needle_distances(bench, tokens)) for tokens in (1024, 3891)}
-    print(json.dumps({"exact": exact, "least distance": least}, indent=1))
-    return {"exact_answers": exact, "needle_least_distance": least}, True
+    found: dict[str, object] = {
+        "exact_answers": exact,
+        "needle_least_distance": least,
+        "draft_agreement_chat": evaluate.draft_agreement(bench, 1024, CHAT, "sparse", 4),
+        "draft_agreement_all": evaluate.draft_agreement(bench, 1024, Mix(), "sparse", 4),
+    }
+    print(json.dumps(found, indent=1))
+    return found, True
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -93,7 +100,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=16, help="held-out rows of 4096 tokens")
     parser.add_argument("--needle-chats", type=int, default=40, help="chats a needle test")
     parser.add_argument("--seed", type=int, default=9001)
-    parser.add_argument("--tasks", action="store_true", help="only the exact answers of tasks")
+    parser.add_argument(
+        "--tasks", action="store_true", help="only the exact answers of tasks, and drafts"
+    )
     args = parser.parse_args(argv)
     # TF32 products would blur the comparison of dense and sparse.
     torch.set_float32_matmul_precision("highest")

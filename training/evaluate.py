@@ -22,6 +22,9 @@ from .slots import Slots
 Figures = dict[str, float]
 
 
+CHAT = Mix(recall=0.0, repetition=0.0, plain=0.0, tools=0.0, thought=0.0)
+
+
 @dataclass(frozen=True)
 class Bench:
     """A model with its tokenizer, and how much of everything to measure."""
@@ -226,8 +229,7 @@ def measure(bench: Bench, note: Callable[[str], None] = print) -> dict[str, obje
     for style in ("brief", "table"):
         keep(f"needle_{short}_{style}", needle(bench, short, style, "sparse"))
     keep("attention_mass", attention_mass(bench, context))
-    chat = Mix(recall=0.0, repetition=0.0, plain=0.0, tools=0.0, thought=0.0)
-    keep("draft_agreement_chat", draft_agreement(bench, short, chat, "sparse", 4))
+    keep("draft_agreement_chat", draft_agreement(bench, short, CHAT, "sparse", 4))
     keep("draft_agreement_all", draft_agreement(bench, context, Mix(), "sparse", 4))
     return found
 
