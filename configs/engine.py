@@ -65,6 +65,10 @@ class EngineConfig:
     """CPU threads of one operation."""
     hang_timeout: float = 60.0
     """Seconds a single step may take before the engine declares itself hung and exits."""
+    load_timeout: float = 120.0
+    """Seconds that loading may go without progress, such as one more tensor read."""
+    warm_up_timeout: float = 120.0
+    """Seconds that the first prefill and the first decode may take together."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)

@@ -8,6 +8,17 @@ from typing import Literal
 import msgspec
 
 
+class StartPlan(msgspec.Struct, frozen=True):
+    """What is about to be loaded: enough for the text side to check its own files against.
+
+    lines: the memory that it will take, for people.
+    """
+
+    model_type: str
+    vocab_size: int
+    lines: list[str]
+
+
 class EngineInfo(msgspec.Struct, frozen=True):
     """One loaded checkpoint with the settings in force.
 

@@ -10,11 +10,14 @@ from typing import Any
 
 from .engine import Dtype, EngineConfig
 from .machine import Machine
+from .quantities import shown_bytes
+from .setting_error import SettingError
 
 PAGE_SIZES = (("cpu", 16), ("cuda", 64))
 TOKEN_BUDGETS = (("cpu", 512), ("cuda", 8192))
 MOST_DRAFTS = 7
 DRAFTS = (("mtp", 3), ("ngram", 4))
+MAX_SECONDS = 86400
 # Beyond this a cache on the CPU is only slower to start with: its cores cannot fill it in time.
 MAX_CPU_CACHE_BYTES = 4 << 30
 
@@ -28,35 +31,39 @@ class Resolved:
 
 
 def validate(config: EngineConfig) -> None:
-    """Raise ValueError, naming field and value, for settings that no machine could serve."""
+    """Raise SettingError, naming field and value, for settings that no machine could serve."""
     scheduler, cache = config.scheduler, config.cache
-    at_least = (
-        ("max_num_seqs", scheduler.max_num_seqs, 1),
-        ("max_num_batched_tokens", scheduler.max_num_batched_tokens, 1),
-        ("max_queue", scheduler.max_queue, 1),
-        ("page_size", cache.page_size, 1),
-        ("num_pages", cache.num_pages, 1),
-        ("max_model_len", config.max_model_len, 2),
-        ("num_threads", config.num_threads, 1),
-        ("num_speculative_tokens", config.speculative.num_tokens, 1),
+    ranges = (
+        ("max_num_seqs", scheduler.max_num_seqs, 1, 1 << 20),
+        ("max_num_batched_tokens", scheduler.max_num_batched_tokens, 1, 1 << 24),
+        ("max_queue", scheduler.max_queue, 1, 1 << 24),
+        ("page_size", cache.page_size, 1, 1 << 16),
+        ("num_pages", cache.num_pages, 1, None),
+        ("max_model_len", config.max_model_len, 2, None),
+        ("num_threads", config.num_threads, 1, 1 << 10),
+        ("num_speculative_tokens", config.speculative.num_tokens, 1, MOST_DRAFTS),
     )
-    for name, value, least in at_least:
-        if value is not None and value < least:
-            raise ValueError(f"{name} is {value}; it must be at least {least}")
-    drafts = config.speculative.num_tokens
-    if drafts is not None and drafts > MOST_DRAFTS:
-        raise ValueError(f"num_speculative_tokens is {drafts}; it must be at most {MOST_DRAFTS}")
+    for name, value, least, most in ranges:
+        if value is not None and not least <= value <= (most or value):
+            above = "at least" if most is None else f"at most {most} and at least"
+            raise SettingError(f"{name} is {value}; it must be {above} {least}")
     if not 0 < cache.memory_fraction <= 1:
-        raise ValueError(f"memory_fraction is {cache.memory_fraction}; it must be in (0, 1]")
-    if not 0 < config.hang_timeout < float("inf"):
-        raise ValueError(f"hang_timeout is {config.hang_timeout}; it must be positive and finite")
+        raise SettingError(f"memory_fraction is {cache.memory_fraction}; it must be in (0, 1]")
+    timeouts = (
+        ("hang_timeout", config.hang_timeout),
+        ("load_timeout", config.load_timeout),
+        ("warm_up_timeout", config.warm_up_timeout),
+    )
+    for name, seconds in timeouts:
+        if not 0 < seconds <= MAX_SECONDS:
+            raise SettingError(f"{name} is {seconds:g}; it must be positive and at most a day")
 
 
 def resolve_run(config: EngineConfig, machine: Machine, checkpoint_dtype: str) -> Resolved:
     """Choose device, number format, threads, page size and the token budget of a step.
 
     checkpoint_dtype: torch's name of the format most weights are stored in, such as "bfloat16".
-    Raises ValueError for settings that contradict the machine or themselves.
+    Raises SettingError for settings that contradict the machine or themselves.
     """
     validate(config)
     notes: list[str] = []
@@ -71,12 +78,12 @@ def resolve_run(config: EngineConfig, machine: Machine, checkpoint_dtype: str) -
 def resolve_drafts(config: EngineConfig, has_mtp: bool) -> Resolved:
     """Choose who drafts and how many tokens at most; has_mtp: the checkpoint holds an MTP layer.
 
-    Raises ValueError where the layer is asked for and missing.
+    Raises SettingError where the layer is asked for and missing.
     """
     wish = config.speculative
     notes: list[str] = []
     if wish.method == "mtp" and not has_mtp:
-        raise ValueError(
+        raise SettingError(
             "speculative method mtp needs an MTP layer, and the checkpoint holds none; "
             "take ngram, which needs no layer, or none"
         )
@@ -94,25 +101,39 @@ def resolve_drafts(config: EngineConfig, has_mtp: bool) -> Resolved:
 
 
 def resolve_cache(
-    config: EngineConfig, context_length: int, bytes_per_token: int, free_bytes: int
+    config: EngineConfig,
+    context_length: int,
+    bytes_per_token: int,
+    free_bytes: int,
+    step_bytes: int = 0,
 ) -> Resolved:
     """Choose the number of pages and the longest request, for a config from `resolve_run`.
 
     context_length: the most tokens the model was made for. bytes_per_token: a token's rows over all
-    layers. free_bytes: memory of the device that is free once the weights are loaded.
-    Raises ValueError when not one page fits, or when more than the model's context is asked for.
+    layers. free_bytes: memory of the device that is free once the weights are loaded. step_bytes:
+    what a step needs of it.
+    Raises SettingError for pages that do not fit and for more than the model's context; ValueError
+    where the machine has no room for a single page.
     """
     notes: list[str] = []
     longest, page_size = config.max_model_len or context_length, config.cache.page_size
     if page_size is None:
         raise ValueError("page_size is open: resolve_run comes before resolve_cache")
     if longest > context_length:
-        raise ValueError(f"max_model_len is {longest}; the model's context is {context_length}")
-    num_pages = config.cache.num_pages
+        raise SettingError(f"max_model_len is {longest}; the model's context is {context_length}")
+    num_pages, page_bytes = config.cache.num_pages, page_size * bytes_per_token
+    # One page more than can be handed out is taken, and a step must have its own.
+    room = free_bytes - step_bytes - page_bytes
     if num_pages is None:
-        num_pages, note = _choose_pages(config, longest, page_size * bytes_per_token, free_bytes)
+        num_pages, note = _choose_pages(config, longest, page_bytes, free_bytes, room)
         notes.append(note)
         config = _with(config, "cache", num_pages=num_pages)
+    elif num_pages * page_bytes > room:
+        raise SettingError(
+            f"num_pages is {num_pages}, which takes {shown_bytes(num_pages * page_bytes)} "
+            f"(a page is {page_size} tokens of {bytes_per_token} bytes); beside a step "
+            f"{shown_bytes(max(room, 0))} are free, so {max(room, 0) // page_bytes} pages would fit"
+        )
     if num_pages * page_size < longest:
         notes.append(
             f"max_model_len {num_pages * page_size} instead of {longest}: "
@@ -127,7 +148,7 @@ def _resolve_device(
 ) -> EngineConfig:
     device, dtype, threads = config.device, config.dtype, config.num_threads
     if device == "cuda" and not machine.has_cuda:
-        raise ValueError("device is cuda, but no CUDA device is visible")
+        raise SettingError("device is cuda, but no CUDA device is visible")
     if device == "auto":
         device = "cuda" if machine.has_cuda else "cpu"
         notes.append(
@@ -183,16 +204,19 @@ def _resolve_budget(config: EngineConfig, notes: list[str]) -> EngineConfig:
 
 
 def _choose_pages(
-    config: EngineConfig, longest: int, page_bytes: int, free_bytes: int
+    config: EngineConfig, longest: int, page_bytes: int, free_bytes: int, most: int
 ) -> tuple[int, str]:
+    """Pages that are used at most, within the share of memory and within `most` bytes."""
     fraction, size = config.cache.memory_fraction, config.cache.page_size or 1
     room, bound = int(free_bytes * fraction), f"{fraction:g} of the free memory"
+    if room > most:
+        room, bound = max(most, 0), "what a step leaves of the free memory"
     if config.device == "cpu" and room > MAX_CPU_CACHE_BYTES:
         room, bound = MAX_CPU_CACHE_BYTES, f"{MAX_CPU_CACHE_BYTES >> 30} GiB, the most on a CPU"
     affordable = room // page_bytes
     if affordable < 1:
         raise ValueError(
-            f"no page fits: {page_bytes} bytes are needed, {bound} is {room} bytes; "
+            f"no page fits: {shown_bytes(page_bytes)} are needed, {bound} is {shown_bytes(room)}; "
             "free memory, or set num_pages"
         )
     seats = config.scheduler.max_num_seqs

@@ -5,6 +5,7 @@ here. Everything that can be wrong is one line that names the file and the tenso
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from .config import ModelConfig, parse_config
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+# In safetensors' spelling: weights, and the scales of fp8 weights.
+ITEM_BYTES = (("F32", 4), ("BF16", 2), ("F16", 2), ("F8_E4M3", 1), ("F8_E8M0", 1), ("U8", 1))
 
 
 class CheckpointError(ValueError):
@@ -28,6 +31,11 @@ class TensorInfo:
     file: str
     shape: tuple[int, ...]
     dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data; raises KeyError for a dtype that no weight is stored in."""
+        return math.prod(self.shape) * dict(ITEM_BYTES)[self.dtype]
 
 
 def read_config(directory: Path) -> ModelConfig:

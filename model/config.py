@@ -148,8 +148,17 @@ def _refuse_unsupported(keys: Keys) -> None:
         if key in keys and keys.value(key):
             raise keys.fail(key, keys.value(key), "capped logits are not supported")
     for key in ("indexer_types", "index_topk_pattern", "index_topk_freq"):
-        if key in keys and keys.value(key) != 1:
+        if key in keys and not _selects_everywhere(keys, key):
             raise keys.fail(key, keys.value(key), "layers that share a selection are not supported")
+
+
+def _selects_everywhere(keys: Keys, key: str) -> bool:
+    """Whether every layer is said to have an indexer of its own, in any of the three spellings."""
+    kinds = keys.value(key)
+    if isinstance(kinds, str | list):
+        layers = keys.integer("num_hidden_layers", 1, 1024)
+        return len(kinds) >= layers and all(kind in ("full", "F") for kind in kinds)
+    return kinds == 1 and not isinstance(kinds, bool)
 
 
 def _even(keys: Keys, key: str) -> int:

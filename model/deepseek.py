@@ -3,6 +3,8 @@
 It keeps no state between steps: rows go to the cache it is handed, in the slots the plan names.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -51,14 +53,19 @@ class DeepseekModel:
             config.rope, config.rope_dim, config.max_position_embeddings, device
         )
 
-    def pack(self) -> None:
-        """Lay the weights out for the processor; afterwards they cannot be read by name."""
+    def pack(self, alive: Callable[[], None] = lambda: None) -> None:
+        """Lay the weights out for the processor; afterwards they cannot be read by name.
+
+        alive: called after each product.
+        """
         for layer in [*self.layers, *([self.mtp.layer] if self.mtp else [])]:
             layer.attention.pack()
             if isinstance(layer.feed_forward, Moe):
                 layer.feed_forward.pack()
+                alive()
         for linear in self._linears:
             linear.pack()
+            alive()
 
     def forward(
         self, token_ids_T: Tensor, plan: Plan, backend: AttentionBackend, storage: CacheStorage

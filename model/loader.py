@@ -4,56 +4,85 @@ Strict both ways: every tensor the configuration implies must be there, and noth
 All of that is decided from headers, before memory for a single weight is taken.
 """
 
+import dataclasses
 import logging
 import threading
-from collections import defaultdict
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from tqdm import tqdm
 
 from .checkpoint import CheckpointError, TensorInfo, read_headers
 from .config import ModelConfig
 from .deepseek import DeepseekModel
-from .fp8 import FP8, SCALE_DTYPES, SCALE_SUFFIX, dequantise, scale_shape
-from .names import Slice, name_table, unused_shapes
+from .fp8 import FP8, SCALE_DTYPES, SCALE_SUFFIX, scale_shape
+from .names import EMBEDDING, HEAD, Slice, layer_index, name_table, needed_shapes, unused_shapes
+from .weight_files import WeightFiles
 
 logger = logging.getLogger(__name__)
 
 PLAIN_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+ROWS_AT_ONCE = 4096  # of two tensors that are compared
+
+UNTIED = (
+    "lm_head.weight is used: it differs from the embedding, although config.json has "
+    "tie_word_embeddings = true"
+)
 
 Headers = Mapping[str, TensorInfo]
 
 
+@dataclass(frozen=True)
+class CheckedCheckpoint:
+    """A checkpoint whose headers fit `config`. tensors: those to load, fp8 scales included.
+
+    config: as given, but with a head of its own where the one in the file differs from the
+    embedding that it should be tied to. notes: what there is to say about that, one sentence each.
+    """
+
+    directory: Path
+    config: ModelConfig
+    with_mtp: bool
+    tensors: dict[str, TensorInfo]
+    notes: tuple[str, ...]
+
+
 def check_checkpoint(
     directory: Path, config: ModelConfig, *, with_mtp: bool = False
-) -> dict[str, TensorInfo]:
-    """Compare the headers with what the configuration implies; reads no tensor data.
+) -> CheckedCheckpoint:
+    """Compare the headers with what the configuration implies; reads no tensor but a tied head.
 
-    Returns the tensors to load, fp8 scales included. Raises CheckpointError naming what is wrong.
+    Costs what the headers hold, whatever the configuration claims. Raises CheckpointError naming
+    what is wrong.
     """
-    model = DeepseekModel(config, torch.float32, torch.device("meta"), with_mtp=with_mtp)
-    needed = {name: entry.shape for name, entry in name_table(model).items()}
     found = read_headers(directory)
-    shapes = unused_shapes(config) | needed
-    for name, info in found.items():
+    needed: dict[str, tuple[int, ...]] = {}
+    for name, shape in needed_shapes(config, with_mtp=with_mtp):
+        if name not in found:
+            raise CheckpointError(f"{directory}: tensor {name} is missing{_hint(name, config)}")
+        _check_tensor(name, shape, found, config)
+        needed[name] = shape
+    others = [name for name in found if name not in needed]
+    unused = unused_shapes(config, others)
+    for name in others:
         if name.endswith(SCALE_SUFFIX):
-            _check_scale(name, info, found)
-        elif name not in shapes:
-            raise CheckpointError(f"{info.file}: unknown tensor {name}{_hint(name, config)}")
+            _check_scale(name, found[name], found)
+        elif name in unused:
+            _check_tensor(name, unused[name], found, config)
         else:
-            _check_tensor(name, shapes[name], found, config)
-    missing = next((name for name in needed if name not in found), None)
-    if missing is not None:
-        raise CheckpointError(f"{directory}: tensor {missing} is missing")
+            file, hint = found[name].file, _hint(name, config)
+            raise CheckpointError(f"{file}: unknown tensor {name}{hint}")
+    notes: tuple[str, ...] = ()
+    if HEAD in unused and not _equal(directory, found, EMBEDDING, HEAD):
+        config, notes = dataclasses.replace(config, tie_word_embeddings=False), (UNTIED,)
+        needed[HEAD] = unused[HEAD]
     kept = {n: info for n, info in found.items() if n.removesuffix(SCALE_SUFFIX) in needed}
     if len(kept) < len(found):
-        unused = next(name for name in found if name not in kept)
-        logger.info("skipping %d tensors not used, such as %s", len(found) - len(kept), unused)
-    return kept
+        first = next(name for name in found if name not in kept)
+        logger.info("skipping %d tensors not used, such as %s", len(found) - len(kept), first)
+    return CheckedCheckpoint(directory, config, with_mtp, kept, notes)
 
 
 def has_mtp_layer(directory: Path, config: ModelConfig) -> bool:
@@ -69,39 +98,44 @@ def load_model(
     *,
     with_mtp: bool = False,
 ) -> DeepseekModel:
-    """Check the checkpoint, allocate the model once and fill it; fp8 weights are dequantised.
+    """Check a checkpoint and load it; raises CheckpointError."""
+    return load_weights(check_checkpoint(directory, config, with_mtp=with_mtp), dtype, device)
 
-    Raises CheckpointError, also for a tensor that holds NaN or infinity.
+
+def load_weights(
+    checkpoint: CheckedCheckpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    alive: Callable[[], None] = lambda: None,
+) -> DeepseekModel:
+    """Allocate the model once and fill it; fp8 weights are dequantised.
+
+    alive: called after each tensor. Raises CheckpointError for one that holds NaN or infinity.
     """
-    headers = check_checkpoint(directory, config, with_mtp=with_mtp)
-    model = DeepseekModel(config, dtype, device, with_mtp=with_mtp)
+    model = DeepseekModel(checkpoint.config, dtype, device, with_mtp=checkpoint.with_mtp)
     table = name_table(model)
-    names_of_file: dict[str, list[str]] = defaultdict(list)
-    for name, info in headers.items():
-        names_of_file[info.file].append(name)
-    total = sum((directory / file).stat().st_size for file in names_of_file)
     # Its default lock is a system-wide semaphore, which a killed engine would leave behind.
     tqdm.set_lock(threading.RLock())
-    with ExitStack() as stack:
-        opened = {
-            file: stack.enter_context(safe_open(directory / file, framework="pt"))
-            for file in names_of_file
-        }
+    total = sum(info.nbytes for info in checkpoint.tensors.values())
+    with (
+        WeightFiles(checkpoint.directory, checkpoint.tensors) as files,
         # disable=None: no bar where nobody watches.
-        bar = stack.enter_context(
-            tqdm(total=total, desc="weights", unit="B", unit_scale=True, disable=None)
-        )
+        tqdm(total=total, desc="weights", unit="B", unit_scale=True, disable=None) as bar,
+    ):
         for name, entry in table.items():
-            info = headers[name]
-            weight = opened[info.file].get_tensor(name)
-            bar.update(weight.nbytes)
-            if info.dtype == FP8:
-                scale_name = name + SCALE_SUFFIX
-                scale = opened[headers[scale_name].file].get_tensor(scale_name)
-                weight = dequantise(weight, scale)
-            entry.fill(weight)
-            _check_finite(name, info, entry)
+            entry.fill(files.read(name))
+            _check_finite(name, checkpoint.tensors[name], entry)
+            bar.update(files.nbytes(name))
+            alive()
     return model
+
+
+def _equal(directory: Path, found: Headers, one: str, other: str) -> bool:
+    """Whether two tensors of one shape hold the same values."""
+    both = {n: info for n, info in found.items() if n.removesuffix(SCALE_SUFFIX) in (one, other)}
+    with WeightFiles(directory, both) as files:
+        rows = (files.read(name).split(ROWS_AT_ONCE) for name in (one, other))
+        return all(torch.equal(a.float(), b.float()) for a, b in zip(*rows, strict=True))
 
 
 def _check_tensor(name: str, shape: tuple[int, ...], found: Headers, config: ModelConfig) -> None:
@@ -137,13 +171,11 @@ def _check_scale(name: str, info: TensorInfo, found: Headers) -> None:
 
 
 def _hint(name: str, config: ModelConfig) -> str:
-    """Why a tensor of a layer that does not exist is unknown."""
-    index = name.removeprefix("model.layers.").split(".")[0]
-    if not name.startswith("model.layers.") or not index.isdecimal():
+    """What the configuration says about the layer that a tensor would belong to."""
+    if layer_index(name) is None:
         return ""
-    if int(index) < config.num_layers:
-        return ""
-    return f" (num_hidden_layers = {config.num_layers})"
+    experts = "" if config.moe is None else f", n_routed_experts = {config.moe.num_experts}"
+    return f" (num_hidden_layers = {config.num_layers}{experts})"
 
 
 def _check_finite(name: str, info: TensorInfo, entry: Slice) -> None:

@@ -4,6 +4,7 @@ The order is the order of cost: everything that can refuse a start without readi
 first, then the weights, and the cache takes what is left.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,17 +13,19 @@ import torch
 
 from ..attention.registry import Choice, choose
 from ..configs.engine import EngineConfig
-from ..configs.engine_info import EngineInfo
+from ..configs.engine_info import EngineInfo, StartPlan
 from ..configs.machine import detect, free_bytes
 from ..configs.resolve import resolve_cache, resolve_drafts, resolve_run
+from ..configs.setting_error import SettingError
 from ..kv_cache.cache import KvCache
 from ..kv_cache.storage import CacheStorage
 from .checkpoint import read_config
 from .config import ModelConfig
 from .deepseek import DeepseekModel
-from .loader import has_mtp_layer, load_model
-from .names import name_table
+from .loader import CheckedCheckpoint, check_checkpoint, has_mtp_layer, load_weights
+from .memory_plan import MemoryPlan, plan_memory
 from .runner import ModelRunner
+from .weight_sizes import total, weight_sizes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -36,53 +39,85 @@ class LoadedEngine:
     info: EngineInfo
 
 
-def load_engine(config: EngineConfig) -> LoadedEngine:
-    """Load `config.model`; raises ValueError with one line for whatever cannot be served."""
+@dataclass(frozen=True)
+class CheckedStart:
+    """Settings, a checkpoint and a backend that fit each other; nothing is loaded yet.
+
+    config: from `resolve_run`. notes: the choices made so far.
+    """
+
+    config: EngineConfig
+    checkpoint: CheckedCheckpoint
+    choice: Choice
+    memory: MemoryPlan
+    notes: tuple[str, ...]
+
+    @property
+    def plan(self) -> StartPlan:
+        model = self.checkpoint.config
+        return StartPlan(model.model_type, model.vocab_size, self.memory.lines())
+
+    def load(self, alive: Callable[[], None] = lambda: None) -> LoadedEngine:
+        """Read the weights and take the memory of the cache; `alive` is called at every progress.
+
+        Raises ValueError with one line for a damaged weight or a cache that does not fit.
+        """
+        config, memory = self.config, self.memory
+        torch.set_num_threads(_chosen(config.num_threads))
+        device = torch.device(config.device)
+        model = load_weights(self.checkpoint, DTYPES[config.dtype], device, alive)
+        # Before the cache is sized: packing takes memory of its own.
+        model.pack(alive)
+        alive()
+        cache = resolve_cache(
+            config,
+            model.config.max_position_embeddings,
+            memory.latent_bytes_per_token + memory.index_bytes_per_token,
+            _free_bytes(device),
+            memory.activations + memory.logits,
+        )
+        notes = [*self.notes, *cache.notes]
+        return _assemble(cache.config, model, self.choice, notes)
+
+
+def check_start(config: EngineConfig) -> CheckedStart:
+    """Check everything that can be checked without reading a weight, the cheapest first.
+
+    Raises SettingError for a setting and ValueError for a checkpoint that cannot be served.
+    """
     directory = Path(config.model)
     model_config = read_config(directory)
     run = resolve_run(config, detect(torch.cuda.is_available()), model_config.dtype or "bfloat16")
     choice = _choose_backend(run.config, model_config)
     drafts = resolve_drafts(run.config, has_mtp_layer(directory, model_config))
     with_mtp = drafts.config.speculative.method == "mtp"
-    torch.set_num_threads(_chosen(run.config.num_threads))
-    device = torch.device(run.config.device)
-    model = load_model(directory, model_config, DTYPES[run.config.dtype], device, with_mtp=with_mtp)
-    size = _size(model)
-    # Before the cache is sized: packing takes memory of its own.
-    model.pack()
-    layout = model_config.cache_layout(with_mtp=with_mtp)
-    bytes_per_token = layout.bytes_per_token(model.dtype.itemsize)
-    cache = resolve_cache(
-        drafts.config, model_config.max_position_embeddings, bytes_per_token, _free_bytes(device)
-    )
-    notes = [*run.notes, choice.reason, *drafts.notes, *cache.notes]
-    return _assemble(cache.config, model, size, choice, notes)
+    checkpoint = check_checkpoint(directory, model_config, with_mtp=with_mtp)
+    free = _free_bytes(torch.device(run.config.device))
+    memory = plan_memory(checkpoint.config, drafts.config, free, with_mtp=with_mtp)
+    notes = (*run.notes, choice.reason, *drafts.notes, *checkpoint.notes)
+    return CheckedStart(drafts.config, checkpoint, choice, memory, notes)
 
 
 def _choose_backend(config: EngineConfig, model_config: ModelConfig) -> Choice:
-    return choose(
-        config.attention_backend,
-        device_type=config.device,
-        dtype=DTYPES[config.dtype],
-        page_size=_chosen(config.cache.page_size),
-        has_indexer=model_config.indexer is not None,
-    )
-
-
-def _size(model: DeepseekModel) -> tuple[int, int]:
-    """Parameters and bytes of a model's weights, as long as they are not packed."""
-    weights = [entry.target for entry in name_table(model).values()]
-    return sum(w.numel() for w in weights), sum(w.nbytes for w in weights)
+    try:
+        return choose(
+            config.attention_backend,
+            device_type=config.device,
+            dtype=DTYPES[config.dtype],
+            page_size=_chosen(config.cache.page_size),
+            has_indexer=model_config.indexer is not None,
+        )
+    except ValueError as error:
+        raise SettingError(str(error)) from error
 
 
 def _assemble(
     config: EngineConfig,
     model: DeepseekModel,
-    size: tuple[int, int],
     choice: Choice,
     notes: list[str],
 ) -> LoadedEngine:
-    num_parameters, weight_bytes = size
+    size = total(weight_sizes(model.config, with_mtp=model.mtp is not None))
     layout = model.config.cache_layout(with_mtp=model.mtp is not None)
     indexer = model.config.indexer
     page_size, num_pages = _chosen(config.cache.page_size), _chosen(config.cache.num_pages)
@@ -95,8 +130,8 @@ def _assemble(
         vocab_size=model.config.vocab_size,
         max_model_len=_chosen(config.max_model_len),
         eos_token_ids=list(model.config.eos_token_ids),
-        num_parameters=num_parameters,
-        weight_bytes=weight_bytes,
+        num_parameters=size.parameters,
+        weight_bytes=size.nbytes(model.dtype.itemsize),
         dtype=config.dtype,
         device=config.device,
         attention_backend=backend.name,

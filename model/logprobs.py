@@ -7,9 +7,6 @@ from torch import Tensor
 
 from ..configs.logprobs import TokenLogprobs
 
-# Prompt rows are scored in tiles, so a long chunk never needs [chunk, vocabulary] in one piece.
-ROWS_AT_ONCE = 128
-
 
 def score_tokens(logits_NV: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
     """Score one token a row under softmax(logits); `num_top` alternatives each (may be 0).

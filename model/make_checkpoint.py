@@ -16,9 +16,8 @@ from torch import Tensor
 
 from .checkpoint import INDEX, SINGLE
 from .config import ModelConfig, parse_config
-from .deepseek import DeepseekModel
 from .fp8 import SCALE_SUFFIX, quantise
-from .names import mtp_shapes, name_table
+from .names import mtp_shapes, needed_shapes
 from .small_tokenizer import write_tokenizer
 
 # Every mechanism of DeepSeek-V3.2 at a size that two CPU cores serve: 11.6M parameters.
@@ -96,8 +95,7 @@ def write_random_checkpoint(directory: Path, config: Mapping[str, object], seed:
 
 def random_tensors(config: ModelConfig, seed: int) -> dict[str, Tensor]:
     """fp32 weights under their HF names; MTP layers carry copies of embedding and head."""
-    model = DeepseekModel(config, torch.float32, torch.device("meta"))
-    shapes = {name: entry.shape for name, entry in name_table(model).items()}
+    shapes = dict(needed_shapes(config))
     for index in range(config.num_layers, config.num_layers + config.num_mtp_layers):
         shapes |= mtp_shapes(config, index)
     generator = torch.Generator().manual_seed(seed)

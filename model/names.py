@@ -1,11 +1,12 @@
 """The one table from Hugging Face tensor names to the places of our weights.
 
 Fused projections, stacked experts and reordered rows are all written down here: an entry says
-which view of which weight a tensor of the checkpoint fills. Built from a model on the `meta`
+which view of which weight a tensor of the checkpoint fills. Built from layers on the `meta`
 device, the same table tells which tensors with which shapes a checkpoint must hold.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +29,8 @@ class Slice:
     """Where one tensor of a checkpoint goes.
 
     shape: its shape in the file. target: the view of our weight it fills, element by element in the
-    file's order. rows: if given, row i of the weight is row rows[i] of the file.
+    file's order. rows: if given, the order of one head's rows: in each run of len(rows) rows, row i
+    of the weight is row rows[i] of the file.
     """
 
     shape: tuple[int, ...]
@@ -38,23 +40,27 @@ class Slice:
     def fill(self, source: Tensor) -> None:
         """Copy a tensor of the file, converting dtype and device."""
         if self.rows is not None:
-            source = source[list(self.rows)]
+            heads_HXD = source.unflatten(0, (-1, len(self.rows)))
+            source = heads_HXD[:, list(self.rows)]
         self.target.copy_(source.reshape(self.target.shape))
 
 
 Entry = tuple[str, Slice]
+Shape = tuple[int, ...]
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 
 
 def name_table(model: DeepseekModel) -> dict[str, Slice]:
     """Every tensor a checkpoint of this model must hold."""
     table = dict(
         [
-            _whole("model.embed_tokens.weight", model.embedding.weight_VD),
+            _whole(EMBEDDING, model.embedding.weight_VD),
             _whole("model.norm.weight", model.norm.weight_D),
         ]
     )
     if not model.config.tie_word_embeddings:
-        table.update([_whole("lm_head.weight", model.head.linear.weight_ED)])
+        table.update([_whole(HEAD, model.head.linear.weight_ED)])
     for index, layer in enumerate(model.layers):
         table.update(_layer(f"model.layers.{index}.", layer, model.config))
     if model.mtp is not None:
@@ -62,25 +68,60 @@ def name_table(model: DeepseekModel) -> dict[str, Slice]:
     return table
 
 
-def unused_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Tensors that a checkpoint may hold and this model does not read.
+def needed_shapes(config: ModelConfig, *, with_mtp: bool = False) -> Iterator[tuple[str, Shape]]:
+    """Name and shape of every tensor of `name_table`, layer by layer.
 
-    Those are multi-token-prediction layers where they are not asked for (one is recognised even if
-    the configuration says there is none), their copies of embedding and head, the copy of a tied
-    head, and rope tables that old checkpoints carry along.
+    Nothing is made before it is asked for: who stops at the first tensor that a checkpoint lacks
+    has paid for what the checkpoint holds, not for what its configuration claims.
+    """
+    head_shape = (config.vocab_size, config.hidden_size)
+    yield EMBEDDING, head_shape
+    yield "model.norm.weight", (config.hidden_size,)
+    if not config.tie_word_embeddings:
+        yield HEAD, head_shape
+    for index, dense in enumerate(config.dense_layers):
+        layer = DecoderLayer(config, index, dense, Allocator(torch.float32, torch.device("meta")))
+        for name, entry in _layer(f"model.layers.{index}.", layer, config):
+            yield name, entry.shape
+    if with_mtp:
+        mtp = MtpLayer(config, Allocator(torch.float32, torch.device("meta")))
+        for name, entry in _mtp(f"model.layers.{config.num_layers}.", mtp, config):
+            yield name, entry.shape
+
+
+def unused_shapes(config: ModelConfig, names: Iterable[str]) -> dict[str, Shape]:
+    """Those of `names` that a checkpoint may hold and this model does not read.
+
+    They belong to multi-token-prediction layers (one is recognised even if the configuration says
+    there is none), are copies of embedding and head, or rope tables that old checkpoints carry
+    along.
     """
     first = config.num_layers
-    shapes: dict[str, tuple[int, ...]] = {}
-    for index in range(first, first + max(1, config.num_mtp_layers)):
-        shapes |= mtp_shapes(config, index)
-    for index in range(first):
-        shapes[f"model.layers.{index}.self_attn.rotary_emb.inv_freq"] = (config.rope_dim // 2,)
-    if config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+    mtp_layers = range(first, first + max(1, config.num_mtp_layers))
+    mtp: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
+    for name in names:
+        index = layer_index(name)
+        if name == HEAD and config.tie_word_embeddings:
+            shapes[name] = (config.vocab_size, config.hidden_size)
+        elif index is None:
+            continue
+        elif index in mtp_layers:
+            mtp = mtp or mtp_shapes(config, first)
+            same = name.replace(f".{index}.", f".{first}.", 1)
+            shapes |= {name: mtp[same]} if same in mtp else {}
+        elif index < first and name == f"model.layers.{index}.self_attn.rotary_emb.inv_freq":
+            shapes[name] = (config.rope_dim // 2,)
     return shapes
 
 
-def mtp_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
+def layer_index(name: str) -> int | None:
+    """The layer that a tensor belongs to by its name."""
+    found = re.match(r"model\.layers\.([0-9]{1,6})\.", name)
+    return None if found is None else int(found[1])
+
+
+def mtp_shapes(config: ModelConfig, index: int) -> dict[str, Shape]:
     """The tensors of an MTP layer, with the copies of embedding and head that some carry."""
     prefix = f"model.layers.{index}."
     layer = MtpLayer(config, Allocator(torch.float32, torch.device("meta")))
@@ -118,8 +159,7 @@ def _attention(prefix: str, mla: Mla, config: ModelConfig) -> Iterator[Entry]:
     latent_end = mla.latent_start + latent + rope_dim
     query_rows = kv_rows = None
     if not config.rope.interleaved:
-        head = half_split_rows(config.nope_dim + rope_dim, rope_dim, start=config.nope_dim)
-        query_rows = _each_head(head, config.num_heads)
+        query_rows = half_split_rows(config.nope_dim + rope_dim, rope_dim, start=config.nope_dim)
         kv_rows = half_split_rows(latent + rope_dim, rope_dim, start=latent)
     if mla.q_norm is None or mla.up is None:
         yield _whole(f"{prefix}q_proj.weight", mla.down.weight_ED[:query], query_rows)
@@ -137,19 +177,14 @@ def _attention(prefix: str, mla: Mla, config: ModelConfig) -> Iterator[Entry]:
 
 
 def _indexer(prefix: str, indexer: Indexer, keys_ED: Tensor) -> Iterator[Entry]:
-    key_rows = query_rows = None
+    rows = None
     if not indexer.indexer.rope_interleaved:
-        key_rows = half_split_rows(indexer.indexer.head_dim, indexer.rope_dim)
-        query_rows = _each_head(key_rows, indexer.indexer.num_heads)
-    yield _whole(f"{prefix}wq_b.weight", indexer.up.weight_ED, query_rows)
-    yield _whole(f"{prefix}wk.weight", keys_ED, key_rows)
-    yield _whole(f"{prefix}k_norm.weight", indexer.key_norm.weight_D, key_rows)
-    yield _whole(f"{prefix}k_norm.bias", indexer.key_norm.bias_D, key_rows)
+        rows = half_split_rows(indexer.indexer.head_dim, indexer.rope_dim)
+    yield _whole(f"{prefix}wq_b.weight", indexer.up.weight_ED, rows)
+    yield _whole(f"{prefix}wk.weight", keys_ED, rows)
+    yield _whole(f"{prefix}k_norm.weight", indexer.key_norm.weight_D, rows)
+    yield _whole(f"{prefix}k_norm.bias", indexer.key_norm.bias_D, rows)
     yield _whole(f"{prefix}weights_proj.weight", indexer.weights_nD)
-
-
-def _each_head(rows: list[int], heads: int) -> list[int]:
-    return [head * len(rows) + row for head in range(heads) for row in rows]
 
 
 def _mlp(prefix: str, mlp: Mlp) -> Iterator[Entry]:

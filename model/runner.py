@@ -15,9 +15,16 @@ from ..kv_cache.storage import CacheStorage
 from .deepseek import DeepseekModel
 from .drafter import MtpDrafter
 from .inputs import Span, attention_batch, to_tensor
-from .logprobs import ROWS_AT_ONCE, score_tokens
+from .logprobs import score_tokens
 from .sampler import sample
-from .sequence import NON_FINITE, SampleInput, SequenceInput, SequenceOutput, num_accepted
+from .sequence import (
+    NON_FINITE,
+    PROMPT_ROWS_AT_ONCE,
+    SampleInput,
+    SequenceInput,
+    SequenceOutput,
+    num_accepted,
+)
 
 
 class ModelRunner:
@@ -111,8 +118,8 @@ class ModelRunner:
     ) -> list[TokenLogprobs]:
         targets = sequence.following_ids
         scores: list[TokenLogprobs] = []
-        for i in range(0, len(targets), ROWS_AT_ONCE):
-            tile = targets[i : i + ROWS_AT_ONCE]
+        for i in range(0, len(targets), PROMPT_ROWS_AT_ONCE):
+            tile = targets[i : i + PROMPT_ROWS_AT_ONCE]
             logits_NV = self.model.logits(hidden_TD[start + i : start + i + len(tile)])
             scores += score_tokens(logits_NV, tile, sequence.num_prompt_logprobs or 0)
         return scores

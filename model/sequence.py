@@ -10,6 +10,8 @@ from typing import Protocol
 from ..configs.logprobs import TokenLogprobs
 from ..configs.sampling import SamplingParams
 
+# Prompt rows are scored in tiles, so a long chunk never needs [chunk, vocabulary] in one piece.
+PROMPT_ROWS_AT_ONCE = 128
 NON_FINITE = "the model produced non-finite logits for this request"
 
 

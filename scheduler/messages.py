@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from ..configs.engine_info import EngineInfo
+from ..configs.engine_info import EngineInfo, StartPlan
 from ..configs.logprobs import TokenLogprobs
 from ..configs.sampling import SamplingParams
 
@@ -93,6 +93,12 @@ class EngineStats(msgspec.Struct, frozen=True):
     drafts: DraftStats | None = None
 
 
+class Planned(msgspec.Struct, frozen=True, tag="planned"):
+    """Settings and headers were checked and fit; weights are read next."""
+
+    plan: StartPlan
+
+
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     """The checkpoint was read and verified; the warm-up pass comes next."""
 
@@ -117,9 +123,13 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The engine cannot start or cannot go on; `message` is one line for the operator."""
+    """The engine cannot start or cannot go on; `message` is one line for the operator.
+
+    is_setting: what is wrong is a setting, not the checkpoint or the machine.
+    """
 
     message: str
+    is_setting: bool = False
 
 
-Event = Loaded | Ready | Outputs | Heartbeat | Failed
+Event = Planned | Loaded | Ready | Outputs | Heartbeat | Failed

@@ -14,13 +14,15 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 from ..configs.engine import EngineConfig
+from ..model.planning import plan_lines
 from .channel import ApiLink
-from .messages import Command, Event, Shutdown
-from .worker import serve
+from .messages import Command, Event, Loaded, Ready, Shutdown
+from .worker import CheckedStart, serve
 
 # After the engine's death its last words may still be on the way.
 LAST_WORDS_SECONDS = 0.1
@@ -29,23 +31,54 @@ Target = Callable[[str, EngineConfig], None]
 
 
 class EngineDied(Exception):
-    """The engine process has ended and everything it said was read."""
+    """The engine process has ended and everything it said was read; the text is one line."""
 
-    def __init__(self, exitcode: int | None) -> None:
-        super().__init__(f"the engine process has ended with exit code {exitcode}")
+    def __init__(self, exitcode: int | None, stage: "Stage | None" = None) -> None:
+        super().__init__(_how_it_ended(exitcode, stage))
         self.exitcode = exitcode
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What the engine is at, and for how long it may do that without a sign of progress."""
+
+    doing: str
+    setting: str
+    seconds: float
+
+
+def _how_it_ended(exitcode: int | None, stage: Stage | None) -> str:
+    doing = "" if stage is None else f" while it was {stage.doing}"
+    if exitcode == -signal.SIGALRM and stage is not None:
+        return (
+            f"the engine hung{doing}: no progress within {stage.setting} = {stage.seconds:g} "
+            "seconds; the stacks of its threads are above"
+        )
+    if exitcode is None or exitcode >= 0:
+        return f"the engine process has ended with exit code {exitcode}{doing}"
+    perhaps = "; is memory short?" if exitcode == -signal.SIGKILL else ""
+    return f"the engine process was ended by {_signal_name(-exitcode)}{doing}{perhaps}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 class EngineProcess:
     """A running engine; made by `start`, given up by `stop` or `close`.
 
-    Events come in this order: Loaded, Ready, then Outputs and Heartbeats; Failed may come at any
-    time and is the last. `send` may be called from anywhere in the thread of the event loop.
+    Events come in this order: Planned, Loaded, Ready, then Outputs and Heartbeats; Failed may come
+    at any time and is the last. `send` may be called from anywhere in the thread of the event loop.
     """
 
-    def __init__(self, process: SpawnProcess, directory: Path) -> None:
+    def __init__(self, process: SpawnProcess, directory: Path, config: EngineConfig) -> None:
         """Use `start`."""
         self._process = process
+        self._config = config
+        self._stage = Stage("loading", "engine.load_timeout", config.load_timeout)
         self._directory = directory
         self._link = ApiLink(directory)
         self._gone: asyncio.Future[None] | None = None
@@ -66,7 +99,7 @@ class EngineProcess:
         )
         try:
             _start_without_signals(process)
-            return cls(process, directory)
+            return cls(process, directory, config)
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
@@ -96,7 +129,8 @@ class EngineProcess:
         """
         event = await self._link.receive(self._watch(), LAST_WORDS_SECONDS)
         if event is None:
-            raise EngineDied(self._reap())
+            raise EngineDied(self._reap(), self._stage)
+        self._note_stage(event)
         return event
 
     async def wait(self) -> int | None:
@@ -124,6 +158,13 @@ class EngineProcess:
         self._process.join()
         self._link.close()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _note_stage(self, event: Event) -> None:
+        config = self._config
+        if isinstance(event, Loaded):
+            self._stage = Stage("warming up", "engine.warm_up_timeout", config.warm_up_timeout)
+        elif isinstance(event, Ready):
+            self._stage = Stage("computing a step", "engine.hang_timeout", config.hang_timeout)
 
     def _watch(self) -> "asyncio.Future[None]":
         """Done when the process has ended."""
@@ -158,6 +199,11 @@ def make_checkpoint(directory: str, seed: int) -> None:
         raise RuntimeError(f"no checkpoint was written to {directory}")
 
 
+def plan_start(config: EngineConfig, gpu: str | None, ranks: int) -> list[str]:
+    """The memory that a start would take, from config.json alone; see `model.planning`."""
+    return plan_lines(config, gpu, ranks)
+
+
 def _start_without_signals(process: SpawnProcess) -> None:
     """Start with SIGINT and SIGTERM held back, so none reaches the child before it ignores them."""
     # It starts on first use, and unblocks both signals when it does: before, not in between.
@@ -170,9 +216,14 @@ def _start_without_signals(process: SpawnProcess) -> None:
 
 
 def _serve(directory: str, config: EngineConfig) -> None:
-    from ..model.loading import load_engine  # noqa: PLC0415 - torch belongs to the child alone
+    serve(directory, config, _check)
 
-    serve(directory, config, load_engine)
+
+def _check(config: EngineConfig) -> CheckedStart:
+    # Inside the engine's own time limit: even the import can hang, on a file system that is gone.
+    from ..model.loading import check_start  # noqa: PLC0415 - torch belongs to the child alone
+
+    return check_start(config)
 
 
 def _make_checkpoint(directory: str, seed: int) -> None:

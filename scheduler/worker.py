@@ -1,7 +1,8 @@
 """What the engine process does from its first line to its last.
 
-The order of a start is fixed: load (which reads and checks every header before any weight), say
-what was loaded, compute a real prefill and a real decode, and only then say that requests may come.
+The order of a start is fixed: check settings and every header, say what is going to be loaded, load
+it, say what was loaded, compute a real prefill and a real decode, and only then say that requests
+may come. Each of these stages has a limit of its own for how long it may show no progress.
 Whatever goes wrong reaches the operator as one line; a traceback is kept for what is a bug.
 """
 
@@ -15,19 +16,19 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from ..configs.engine import EngineConfig
 from ..configs.sampling import SamplingParams
+from ..configs.setting_error import SettingError
 from ..kv_cache.cache import KvCache
 from .channel import EngineLink
 from .engine import Engine
 from .grammar import GrammarCompiler
 from .launch import Runner, launch
-from .messages import EngineInfo, Failed, Loaded, Ready, Submit
+from .messages import EngineInfo, Failed, Loaded, Planned, Ready, StartPlan, Submit
 from .recovery import EngineBroken
 from .scheduler import Scheduler
 from .speculative import new_speculation
@@ -48,41 +49,65 @@ class LoadedEngine(Protocol):
     def info(self) -> EngineInfo: ...
 
 
-Loader = Callable[[EngineConfig], LoadedEngine]
+class CheckedStart(Protocol):
+    """Settings and a checkpoint that fit each other, before any weight is read."""
+
+    @property
+    def plan(self) -> StartPlan: ...
+    def load(self, alive: Callable[[], None]) -> LoadedEngine:
+        """Read the weights; `alive` is called whenever there was progress."""
+        ...
+
+
+Checker = Callable[[EngineConfig], CheckedStart]
 
 
 class StartRefused(Exception):
     """The settings or the checkpoint cannot be served; the text is for the operator."""
 
+    def __init__(self, message: str, is_setting: bool) -> None:
+        super().__init__(message)
+        self.is_setting = is_setting
 
-def serve(directory: str, config: EngineConfig, load: Loader) -> None:
+
+def serve(directory: str, config: EngineConfig, check: Checker) -> None:
     """Run the engine until it is told to leave; exits with 1 if it cannot start or go on."""
     logging.basicConfig(format="%(levelname)s: engine: %(message)s", level=logging.INFO)
     # A log that cannot be written must not disturb the serving.
     logging.raiseExceptions = False
     faulthandler.enable()
+    # Chained to the default, which ends the process.
+    faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)
     _ignore_signals()
     _follow_parent(Path(directory))
     link = EngineLink(Path(directory))
     try:
-        _run(link, config, load)
-    except (StartRefused, EngineBroken) as error:
+        _run(link, config, check)
+    except StartRefused as error:
+        _fail(link, str(error), error.is_setting)
+    except EngineBroken as error:
         _fail(link, str(error))
     except Exception as error:
         _log.exception("the engine cannot go on")
         _fail(link, f"{type(error).__name__}: {error}")
     finally:
-        faulthandler.cancel_dump_traceback_later()
+        HangWatchdog(0).restart()
         link.close()
 
 
-def _run(link: EngineLink, config: EngineConfig, load: Loader) -> None:
+def _run(link: EngineLink, config: EngineConfig, check: Checker) -> None:
+    loading = HangWatchdog(config.load_timeout)
+    loading.restart()
     try:
-        loaded = load(config)
+        checked = check(config)
+        loading.restart()
+        link.send(Planned(checked.plan))
+        loaded = checked.load(loading.restart)
     except (ValueError, OSError) as error:
-        raise StartRefused(str(error)) from error
+        raise StartRefused(str(error), isinstance(error, SettingError)) from error
     info = loaded.info
     link.send(Loaded(info))
+    HangWatchdog(config.warm_up_timeout).restart()
     warm_up(loaded.runner, _scheduler(config, info, loaded.kv_cache))
     scheduler = _scheduler(config, info, loaded.kv_cache, _grammars(config, info))
     scheduler.check_idle()
@@ -129,22 +154,18 @@ def warm_up(runner: Runner, scheduler: Scheduler) -> None:
 
 
 class HangWatchdog:
-    """Ends the process with every thread's stack on stderr when `restart` stays away for long.
+    """Ends the process by SIGALRM, all stacks on stderr, when `restart` stays away for long.
 
-    The timer lives in C and needs no interpreter lock, so it also sees a thread that never lets go
-    of it. Re-arming it costs a thread, hence only after a tenth of `timeout`: a step is cut off
-    between 0.9 and 1.0 of `timeout` seconds.
+    The timer is the kernel's and the stacks are written in C, so it also sees a thread that never
+    lets go of the interpreter lock. There is one timer in a process: the watchdog that was
+    restarted last is the one that counts, and one of 0 seconds turns it off.
     """
 
-    def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
-        self._armed = float("-inf")
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
 
     def restart(self) -> None:
-        now = time.monotonic()
-        if now - self._armed >= self._timeout / 10:
-            self._armed = now
-            faulthandler.dump_traceback_later(self._timeout, exit=True)
+        signal.setitimer(signal.ITIMER_REAL, self._seconds)
 
 
 def _ignore_signals() -> None:
@@ -169,6 +190,6 @@ def _follow_parent(directory: Path) -> None:
     threading.Thread(target=watch, name="follow-parent", daemon=True).start()
 
 
-def _fail(link: EngineLink, message: str) -> None:
-    link.send(Failed(" ".join(message.split())))
+def _fail(link: EngineLink, message: str, is_setting: bool = False) -> None:
+    link.send(Failed(" ".join(message.split()), is_setting))
     sys.exit(1)

@@ -1,12 +1,13 @@
 """What a start prints: the model, the choices made for it, the room it has, how to call it."""
 
+from ..configs.quantities import shown_bytes, shown_count
 from .service import Service
 
 
 def loaded_lines(service: Service) -> list[str]:
     """Lines for the operator, once the checkpoint is loaded."""
     info = service.info
-    parameters, weights = _scaled(info.num_parameters), _mebibytes(info.weight_bytes)
+    parameters, weights = shown_count(info.num_parameters), shown_bytes(info.weight_bytes)
     cache = info.num_cache_tokens * info.cache_bytes_per_token
     places = info.num_cache_tokens // service.max_tokens
     return [
@@ -15,7 +16,7 @@ def loaded_lines(service: Service) -> list[str]:
         f"attention by {info.attention_backend}",
         *(f"  {note}" for note in (*info.notes, *service.notes)),
         f"cache: {info.num_cache_tokens} tokens in pages of {info.page_size} "
-        f"({_mebibytes(cache)}); room for {places} requests of full length, "
+        f"({shown_bytes(cache)}); room for {places} requests of full length, "
         f"{info.max_num_seqs} run at once",
         f"longest request: {service.max_tokens} tokens, prompt and output together",
     ]
@@ -30,14 +31,3 @@ def ready_line(model_name: str, host: str, port: int) -> str:
         f"ready: {url} serves {model_name}; try: curl {url}/v1/chat/completions "
         f"-H 'Content-Type: application/json' -d '{body}'"
     )
-
-
-def _scaled(count: int) -> str:
-    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
-        if count >= size:
-            return f"{count / size:.3g}{unit}"
-    return str(count)
-
-
-def _mebibytes(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

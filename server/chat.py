@@ -120,7 +120,7 @@ async def prepare_chat(service: Service, body: Body[ChatRequest]) -> PreparedCha
     request = body.fields
     info = service.info
     service.check_model(request.model)
-    check_sampling(request, info.vocab_size)
+    check_sampling(request, info.vocab_size, service.max_tokens)
     service.check_sequences(1, request.n)
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid_value("top_logprobs", "top_logprobs needs logprobs to be true")

@@ -1,10 +1,12 @@
 """The command `minidsa`.
 
     minidsa serve [MODEL] [flags]          serve a checkpoint, the embedded one by default
+    minidsa plan [MODEL] [flags]           say what memory that would take; needs config.json alone
     minidsa make-checkpoint DIR            write a small random checkpoint
     minidsa version
 
-A mistake is one line on stderr: exit code 2 for a wrong flag, 1 for what cannot be served.
+A mistake is one line on stderr: exit code 2 for a wrong flag or setting, 1 for a checkpoint or a
+machine that cannot serve it.
 """
 
 import argparse
@@ -23,13 +25,16 @@ import uvloop
 
 from ..configs.resolve import validate
 from ..configs.server import ServerConfig
-from ..scheduler.process import make_checkpoint
+from ..configs.setting_error import SettingError
+from ..scheduler.process import make_checkpoint, plan_start
 from .engine_client import StartFailed
 from .flags import (
+    PLAN_FLAGS,
     SERVE_FLAGS,
     OneLineParser,
     UsageError,
     add_flags,
+    add_plan_flags,
     read_settings,
     refuse_unknown,
 )
@@ -37,6 +42,11 @@ from .serving import Serving
 
 EMBEDDED = Path(__file__).parents[1] / "checkpoints" / "tiny-dsa"
 RANDOM_SEED = 0
+KNOWN_FLAGS = (
+    ("serve", SERVE_FLAGS),
+    ("plan", (*PLAN_FLAGS, *SERVE_FLAGS)),
+    ("make-checkpoint", ("--seed",)),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -48,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(2)
     except StartFailed as error:
         print(f"minidsa: {_line(error)}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(2 if error.is_setting else 1)
 
 
 def _line(error: Exception) -> str:
@@ -64,10 +74,11 @@ def _run(arguments: list[str]) -> int:
     if parsed.command is None:
         parser.print_help(sys.stderr)
         return 2
-    refuse_unknown(unknown, SERVE_FLAGS if parsed.command == "serve" else ("--seed",))
+    refuse_unknown(unknown, dict(KNOWN_FLAGS)[parsed.command])
     if parsed.command == "make-checkpoint":
         return _make_checkpoint(Path(parsed.directory), parsed.seed)
-    return _serve(read_settings(parsed))
+    config = _with_checkpoint(read_settings(parsed))
+    return _serve(config) if parsed.command == "serve" else _plan(config, parsed.gpu, parsed.tp)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -77,6 +88,12 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="serve a checkpoint", allow_abbrev=False)
     serve.add_argument("model", nargs="?", help="folder of a checkpoint in Hugging Face layout")
     add_flags(serve)
+    plan = commands.add_parser(
+        "plan", help="say what memory a checkpoint would take", allow_abbrev=False
+    )
+    plan.add_argument("model", nargs="?", help="folder with a config.json; no weights are needed")
+    add_plan_flags(plan)
+    add_flags(plan)
     make = commands.add_parser(
         "make-checkpoint", help="write a small random checkpoint", allow_abbrev=False
     )
@@ -92,6 +109,12 @@ def _serve(config: ServerConfig) -> int:
     logging.raiseExceptions = False
     for name in ("uvicorn", "uvicorn.error"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(Serving(config, _say).run())
+
+
+def _with_checkpoint(config: ServerConfig) -> ServerConfig:
+    """Valid settings whose model is a folder that is there."""
     try:
         validate(config.engine)
     except ValueError as error:
@@ -101,8 +124,17 @@ def _serve(config: ServerConfig) -> int:
         config = dataclasses.replace(config, engine=engine)
     if not Path(config.engine.model).is_dir():
         raise StartFailed(f"{config.engine.model} is not a folder with a checkpoint")
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(Serving(config, _say).run())
+    return config
+
+
+def _plan(config: ServerConfig, gpu: str | None, ranks: int) -> int:
+    try:
+        lines = plan_start(config.engine, gpu, ranks)
+    except ValueError as error:
+        raise StartFailed(str(error), isinstance(error, SettingError)) from None
+    for line in lines:
+        print(line)
+    return 0
 
 
 def _say(line: str) -> None:

@@ -45,7 +45,7 @@ async def prepare_completion(service: Service, body: Body[CompletionRequest]) ->
     """Check everything about a request and encode it; raises ApiError."""
     request = body.fields
     service.check_model(request.model)
-    check_sampling(request, service.info.vocab_size)
+    check_sampling(request, service.info.vocab_size, service.max_tokens)
     service.check_sequences(len(request.prompt), request.n)
     asked = asked_tokens(request)
     if asked == 0 and not request.echo:

@@ -22,8 +22,10 @@ from ..scheduler.messages import (
     Heartbeat,
     Loaded,
     Outputs,
+    Planned,
     Ready,
     RequestOutput,
+    StartPlan,
     Submit,
 )
 from ..scheduler.process import EngineDied
@@ -50,7 +52,14 @@ class Health(Enum):
 
 
 class StartFailed(Exception):
-    """The engine cannot serve; the text is one line for the operator."""
+    """The server cannot start; the text is one line for the operator.
+
+    is_setting: what is wrong is a setting, not the checkpoint or the machine.
+    """
+
+    def __init__(self, message: str, is_setting: bool = False) -> None:
+        super().__init__(message)
+        self.is_setting = is_setting
 
 
 class EngineCall:
@@ -127,18 +136,28 @@ class EngineClient:
         self.dead = asyncio.Event()
         self.stats = EngineStats()
 
+    async def plan(self) -> StartPlan:
+        """Wait until settings and checkpoint are checked; raises StartFailed. The first call."""
+        event = await self._next()
+        if isinstance(event, Planned):
+            return event.plan
+        raise StartFailed(f"the engine spoke out of turn: {type(event).__name__}")
+
     async def load(self) -> EngineInfo:
-        """Wait until the checkpoint is loaded; raises StartFailed. Comes before anything else."""
+        """Wait until the checkpoint is loaded; raises StartFailed. Comes after `plan`."""
+        event = await self._next()
+        if isinstance(event, Loaded):
+            return event.info
+        raise StartFailed(f"the engine spoke out of turn: {type(event).__name__}")
+
+    async def _next(self) -> Event:
         try:
             event = await self._end.recv()
         except EngineDied as error:
             raise StartFailed(str(error)) from error
-        match event:
-            case Loaded(info):
-                return info
-            case Failed(message):
-                raise StartFailed(message)
-        raise StartFailed(f"the engine spoke out of turn: {type(event).__name__}")
+        if isinstance(event, Failed):
+            raise StartFailed(event.message, event.is_setting)
+        return event
 
     def start(self) -> None:
         """Begin to read events."""

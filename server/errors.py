@@ -119,6 +119,15 @@ def rate_limited(message: str, wait: int) -> ApiError:
     return ApiError(429, message, code="rate_limit_exceeded", headers=headers)
 
 
+def output_too_long(param: str, limit: int, asked: int) -> ApiError:
+    """More output than prompt and output together may have: the prompt is not at fault."""
+    message = (
+        f"This model's maximum context length is {limit} tokens, prompt and output together. "
+        f"However, {param} is {asked}. Please lower it"
+    )
+    return ApiError(400, message, code="context_length_exceeded", param=param)
+
+
 def overloaded(message: str) -> ApiError:
     return ApiError(503, message, code="server_overloaded", headers=_RETRY)
 

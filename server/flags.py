@@ -11,56 +11,31 @@ import os
 import tomllib
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
 import msgspec
 
+from ..configs.gpus import GPUS
 from ..configs.server import ServerConfig
+from .flag_table import FLAGS, GROUPS, KEY_VARIABLE
 
-KEY_VARIABLE = "MINIDSA_API_KEY"
+NEAR = 0.75  # how alike two names are that may be one with a slip, from 0 to 1
+
+TYPE_WORDS = (
+    ("int", "a whole number"),
+    ("float", "a number"),
+    ("str", "a text"),
+    ("bool", "true or false"),
+)
 
 
 class UsageError(Exception):
     """A wrong flag, key or value; the text is one line that says which."""
 
 
-@dataclass(frozen=True)
-class Flag:
-    """A named flag and the setting it writes."""
-
-    name: str
-    target: str
-    help: str
-
-
-FLAGS = (
-    Flag("--host", "host", "address to listen on"),
-    Flag("--port", "port", "port to listen on; 0 takes any free one"),
-    Flag("--served-model-name", "served_model_name", "name of the model in requests and answers"),
-    Flag("--api-key", "api_key", f"key that requests must carry; also {KEY_VARIABLE}"),
-    Flag("--max-model-len", "engine.max_model_len", "longest prompt plus output, in tokens"),
-    Flag("--max-num-seqs", "engine.scheduler.max_num_seqs", "requests that run at once"),
-    Flag(
-        "--max-num-batched-tokens",
-        "engine.scheduler.max_num_batched_tokens",
-        "tokens computed in one step",
-    ),
-    Flag("--dtype", "engine.dtype", "auto, float32, bfloat16 or float16"),
-    Flag("--device", "engine.device", "auto, cpu or cuda"),
-    Flag("--attention-backend", "engine.attention_backend", "attention backend by name"),
-    Flag("--num-threads", "engine.num_threads", "CPU threads of one operation"),
-    Flag("--speculative", "engine.speculative.method", "who drafts: auto, none, mtp or ngram"),
-    Flag(
-        "--num-speculative-tokens",
-        "engine.speculative.num_tokens",
-        "drafts of a request in one step, at most",
-    ),
-    Flag("--seed", "engine.seed", "where seeds of requests without one are drawn from"),
-    Flag("--drain-seconds", "drain_seconds", "time for open requests to finish at the end"),
-)
+PLAN_FLAGS = ("--gpu", "--tp")
 SERVE_FLAGS = (*(flag.name for flag in FLAGS), "--config", "--set")
 
 
@@ -87,21 +62,67 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `serve`."""
-    for flag in FLAGS:
-        parser.add_argument(
-            flag.name, action=_Once, dest=flag.target, metavar="VALUE", help=flag.help
-        )
-    parser.add_argument(
+    """The flags of `serve`, in groups, each with its values and its default."""
+    for title, flags in GROUPS:
+        group = parser.add_argument_group(title)
+        for flag in flags:
+            _, default = _setting(flag.target)
+            group.add_argument(
+                flag.name,
+                action=_Once,
+                dest=flag.target,
+                metavar=_metavar(flag.target),
+                help=f"{flag.help} [{flag.unset if default is None else default}]",
+            )
+    others = parser.add_argument_group("every other setting")
+    others.add_argument(
         "--config", action=_Once, metavar="FILE.toml", help="settings from a TOML file"
     )
-    parser.add_argument(
+    others.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="SECTION.FIELD=VALUE",
-        help="any other setting by its path",
+        help="a setting by its path, such as engine.cache.page_size=16; may be repeated",
     )
+
+
+def add_plan_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that `plan` has beside those of `serve`."""
+    group = parser.add_argument_group("the machine that is planned for")
+    names = ", ".join(gpu.name for gpu in GPUS)
+    group.add_argument(
+        "--gpu", action=_Once, metavar="NAME", help=f"{names} [the main memory of this machine]"
+    )
+    group.add_argument(
+        "--tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="devices that would share the model by tensor parallelism, which only plans know [1]",
+    )
+
+
+def _setting(path: str) -> tuple[Any, Any]:
+    """Type and default of a setting."""
+    kind: Any = ServerConfig
+    default: Any = ServerConfig()
+    for name in path.split("."):
+        kind, default = typing.get_type_hints(kind)[name], vars(default)[name]
+    return kind, default
+
+
+def choices_of(path: str) -> tuple[str, ...]:
+    """The values of a setting that takes one of a few words; empty for any other."""
+    kind, _ = _setting(path)
+    return typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
+
+
+def _metavar(path: str) -> str:
+    kind, _ = _setting(path)
+    if choices := choices_of(path):
+        return "{" + ",".join(choices) + "}"
+    return "N" if kind in (int, int | None) else "SECONDS" if kind is float else "TEXT"
 
 
 def refuse_unknown(unknown: Sequence[str], known: Sequence[str]) -> None:
@@ -173,24 +194,28 @@ def _check_keys(tree: Mapping[str, Any], kind: type, prefix: str) -> None:
             if not isinstance(value, Mapping):
                 raise UsageError(f"{path} is a section, not a value")
             _check_keys(value, section, f"{path}.")
+        elif isinstance(value, Mapping):
+            raise UsageError(f"{path} is a value, not a section")
 
 
 def _paths(kind: type, prefix: str) -> list[str]:
     paths = []
     for name, section in typing.get_type_hints(kind).items():
+        paths.append(prefix + name)
         if dataclasses.is_dataclass(section) and isinstance(section, type):
             paths += _paths(section, f"{prefix}{name}.")
-        else:
-            paths.append(prefix + name)
     return paths
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
-    by_last = {path.rpartition(".")[2]: path for path in known}
-    close = difflib.get_close_matches(name, known, 1) or [
-        by_last[last] for last in difflib.get_close_matches(name.rpartition(".")[2], by_last, 1)
-    ]
-    return f"; did you mean {close[0]}?" if close else ""
+    """A hint for a name that is misspelled, judged by its last part; nothing for a strange one."""
+    by_last = {_last_part(path): path for path in known}
+    close = difflib.get_close_matches(_last_part(name), by_last, 1, NEAR)
+    return f"; did you mean {by_last[close[0]]}?" if close else ""
+
+
+def _last_part(name: str) -> str:
+    return name.removeprefix("--").rpartition(".")[2].replace("-", "_")
 
 
 def _convert(tree: Mapping[str, Any], strict: bool) -> ServerConfig:
@@ -198,7 +223,20 @@ def _convert(tree: Mapping[str, Any], strict: bool) -> ServerConfig:
         return msgspec.convert(tree, ServerConfig, strict=strict)
     except msgspec.ValidationError as error:
         text, _, path = str(error).partition(" - at `$.")
-        raise UsageError(f"{path.rstrip('`') or 'settings'}: {text}") from None
+        raise UsageError(_wrong_value(tree, path.rstrip("`"), text)) from None
+
+
+def _wrong_value(tree: Mapping[str, Any], path: str, text: str) -> str:
+    """One line for a value of the wrong type or none of the allowed ones."""
+    value: Any = tree
+    for name in path.split("."):
+        value = value[name]
+    if choices := choices_of(path):
+        return f"{path} is {value!r}; it must be one of {', '.join(choices)}"
+    words = dict(TYPE_WORDS)
+    kinds = text.removeprefix("Expected `").partition("`, got")[0].split(" | ")
+    expected = " or ".join(words.get(kind, kind) for kind in kinds if kind != "null")
+    return f"{path} is {value!r}; it must be {expected}"
 
 
 def _checked(config: ServerConfig) -> ServerConfig:

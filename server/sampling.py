@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from ..configs.sampling import SamplingParams, mix64
-from .errors import invalid_value, unsupported
+from .errors import ApiError, invalid_value, output_too_long, unsupported
 from .protocol import GenerationRequest
+from .tokenizer_files import read_json
+from .validation import validate
 
 GREEDY_BELOW = 1e-5
 _DEFAULT_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -35,13 +35,12 @@ def read_defaults(directory: Path) -> tuple[SamplingDefaults, str | None]:
     path = directory / "generation_config.json"
     if not path.is_file():
         return SamplingDefaults(), None
+    found = read_json(path)
+    given = {name: found[name] for name in _DEFAULT_FIELDS if found.get(name) is not None}
     try:
-        found: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict)
-        given = {name: found[name] for name in _DEFAULT_FIELDS if found.get(name) is not None}
-        GenerationRequest.model_validate(given)
-    except ValueError as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"generation_config.json: {reason}") from None
+        validate(GenerationRequest, given)
+    except ApiError as error:
+        raise ValueError(f"generation_config.json: {error.message}") from None
     defaults = SamplingDefaults(**given)
     if defaults == SamplingDefaults():
         return defaults, None
@@ -71,8 +70,13 @@ class SeedSource:
         return self._random.getrandbits(63)
 
 
-def check_sampling(request: GenerationRequest, vocab_size: int) -> None:
-    """Raise ApiError for values that are wrong together or outside the vocabulary."""
+def check_sampling(request: GenerationRequest, vocab_size: int, longest: int) -> None:
+    """Raise ApiError for values that are wrong together, or outside vocabulary or context."""
+    asked = asked_tokens(request)
+    if asked is not None and asked > longest:
+        is_newer = request.max_completion_tokens is not None
+        name = "max_completion_tokens" if is_newer else "max_tokens"
+        raise output_too_long(name, longest, asked)
     if request.best_of is not None and request.best_of != request.n:
         raise unsupported("best_of", f"best_of must equal n ({request.n}) where it is given")
     if request.stream_options is not None and not request.stream:

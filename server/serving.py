@@ -11,8 +11,9 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import uvicorn
 
@@ -22,15 +23,14 @@ from ..scheduler.process import EngineProcess
 from .activity import report_activity
 from .app import create_app
 from .banner import loaded_lines, ready_line
-from .chat_formats import choose_format
 from .engine_client import EngineClient, StartFailed
 from .grammar_trials import GrammarTrials
 from .http_protocol import guarded_protocol
-from .keys import read_keyring
+from .keys import Keyring, read_keyring
 from .metrics import Metrics
-from .sampling import SeedSource, read_defaults
+from .sampling import SeedSource
 from .service import Service
-from .tokenizer import Tokenizer
+from .text_side import TextFiles, TextSide
 
 TELLING_SECONDS = 1.0
 """Time for open streams to be told of the engine's death before the process leaves."""
@@ -42,6 +42,7 @@ CUT_SECONDS = 1.0
 
 _log = logging.getLogger(__name__)
 Say = Callable[[str], None]
+T = TypeVar("T")
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -90,17 +91,18 @@ class Serving:
     async def run(self) -> int:
         """Serve until told to leave; raises StartFailed where nothing can be served."""
         config = self._config
-        tokenizer = _tokenizer(config)
+        with _refusing():
+            files = TextFiles.read(Path(config.engine.model))
+        with _refusing(is_setting=True):
+            keyring = read_keyring(config.api_key, config.api_key_file)
         with bind(config.host, config.port) as sock, self._watching_signals():
             engine = EngineProcess.start(config.engine)
             try:
                 client = EngineClient(engine, config.heartbeat_seconds, config.engine.hang_timeout)
-                info = await self._load(client)
-                if info is None:
+                service = await self._until_signal(self._load(client, files, keyring))
+                if service is None:
+                    self._say("stopped before the model was loaded")
                     return 1
-                service = make_service(config, client, info, tokenizer)
-                for line in loaded_lines(service):
-                    self._say(line)
                 listen(sock)
                 code = await self._serve(service, sock)
                 await service.trials.close()
@@ -110,17 +112,31 @@ class Serving:
             finally:
                 engine.close()
 
-    async def _load(self, client: EngineClient) -> EngineInfo | None:
-        """What was loaded; None if a signal came first."""
-        loading = asyncio.ensure_future(client.load())
+    async def _load(
+        self, client: EngineClient, files: TextFiles, keyring: Keyring | None
+    ) -> Service:
+        plan = await client.plan()
+        with _refusing():
+            text = TextSide.fit(files, plan)
+        for line in plan.lines:
+            self._say(line)
+        info = await client.load()
+        service = make_service(self._config, client, info, text, keyring)
+        for line in loaded_lines(service):
+            self._say(line)
+        return service
+
+    async def _until_signal(self, work: Coroutine[None, None, T]) -> T | None:
+        """The result of `work`; None if a signal came first."""
+        working = asyncio.ensure_future(work)
         signalled = asyncio.ensure_future(self._signals.get())
         try:
-            await asyncio.wait((loading, signalled), return_when=asyncio.FIRST_COMPLETED)
-            return await loading if loading.done() else None
+            await asyncio.wait((working, signalled), return_when=asyncio.FIRST_COMPLETED)
+            return await working if working.done() else None
         finally:
-            loading.cancel()
+            working.cancel()
             signalled.cancel()
-            await asyncio.gather(loading, signalled, return_exceptions=True)
+            await asyncio.gather(working, signalled, return_exceptions=True)
 
     async def _serve(self, service: Service, sock: socket.socket) -> int:
         client, listener = service.client, make_listener(service)
@@ -153,18 +169,24 @@ class Serving:
     async def _drain(self, service: Service, dying: "asyncio.Task[bool]") -> int:
         """Let open requests finish; returns 0 if all did."""
         service.client.drain()
+        seconds, count = self._config.drain_seconds, len(service.generations)
+        self._say(
+            f"shutting down: {_requests(count)} in flight"
+            + (f", up to {seconds:g} s for them; a second signal cuts them" if count else "")
+        )
         finishing = asyncio.create_task(_until_idle(service))
         forced = asyncio.create_task(self._signals.get())
         try:
             await asyncio.wait(
                 (finishing, forced, dying),
-                timeout=self._config.drain_seconds,
+                timeout=seconds,
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if finishing.done():
+                self._say("finished: every request was answered")
                 return 0
+            self._say(f"finished: {_requests(len(service.generations))} cut")
             if not forced.done():
-                _log.warning("%d requests were cut", len(service.generations))
                 for generation in list(service.generations.values()):
                     generation.abort()
                 await asyncio.wait((finishing,), timeout=CUT_SECONDS)
@@ -203,45 +225,41 @@ async def _until_idle(service: Service) -> None:
         await asyncio.sleep(0.02)
 
 
-def _tokenizer(config: ServerConfig) -> Tokenizer:
+def _requests(count: int) -> str:
+    return f"{count} request" if count == 1 else f"{count} requests"
+
+
+@contextlib.contextmanager
+def _refusing(is_setting: bool = False) -> Iterator[None]:
+    """What is wrong with a file is why the start fails."""
     try:
-        return Tokenizer.from_directory(config.engine.model)
+        yield
     except ValueError as error:
-        raise StartFailed(str(error)) from None
+        raise StartFailed(str(error), is_setting) from None
 
 
 def make_service(
-    config: ServerConfig, client: EngineClient, info: EngineInfo, tokenizer: Tokenizer
+    config: ServerConfig,
+    client: EngineClient,
+    info: EngineInfo,
+    text: TextSide,
+    keyring: Keyring | None,
 ) -> Service:
-    """The text side of a loaded model; raises StartFailed where it does not fit the engine's."""
-    directory = Path(config.engine.model)
-    try:
-        tokenizer.check_vocab(info.vocab_size)
-        choice = choose_format(info.model_type, directory, tokenizer)
-        defaults, note = read_defaults(directory)
-        keyring = read_keyring(config.api_key, config.api_key_file)
-    except ValueError as error:
-        raise StartFailed(str(error)) from None
-    notes = [] if note is None else [note]
-    if choice is None:
-        notes.append("chat is refused: the checkpoint has no chat format")
-    else:
-        notes.append(f"chat format {choice.format.name}: {choice.reason}")
-        notes += [] if choice.warning is None else [f"warning: {choice.warning}"]
-    name = config.served_model_name or directory.resolve().name
+    """The parts of a server whose model is loaded."""
+    name = config.served_model_name or Path(config.engine.model).resolve().name
     return Service(
         config=config,
         model_name=name,
         info=info,
-        tokenizer=tokenizer,
-        chat_format=None if choice is None else choice.format,
-        defaults=defaults,
+        tokenizer=text.tokenizer,
+        chat_format=text.chat_format,
+        defaults=text.defaults,
         client=client,
         metrics=Metrics(name, lambda: client.stats),
         seeds=SeedSource(config.engine.seed),
         trials=GrammarTrials(directory, info.vocab_size, info.eos_token_ids),
         keyring=keyring,
-        notes=tuple(notes),
+        notes=text.notes,
     )
 
 

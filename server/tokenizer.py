@@ -118,8 +118,8 @@ class Tokenizer:
         """Raise ValueError when an id of the tokenizer lies outside the model's vocabulary."""
         if self.vocab_size > model_vocab_size:
             raise ValueError(
-                f"the tokenizer has ids up to {self.vocab_size - 1}, "
-                f"the model's vocabulary ends at {model_vocab_size - 1}"
+                f"tokenizer.json: ids go up to {self.vocab_size - 1}, but config.json has "
+                f"vocab_size = {model_vocab_size}"
             )
 
     def could_fit(self, num_characters: int, num_tokens: int) -> bool:

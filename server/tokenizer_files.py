@@ -19,6 +19,11 @@ class TokenizerSettings(msgspec.Struct, frozen=True):
     chat_templates: dict[str, str] = {}
 
 
+class _NamedTemplate(msgspec.Struct):
+    name: str
+    template: str
+
+
 def read_settings(folder: Path) -> TokenizerSettings:
     """Read what is there of tokenizer_config, generation_config and config; none is required.
 
@@ -72,6 +77,12 @@ def _templates(folder: Path, entry: object) -> dict[str, str]:
             raise ValueError(f"{path.name}: not readable as text ({error})") from error
     if isinstance(entry, str):
         return {"default": entry}
-    if isinstance(entry, list):
-        return {e["name"]: e["template"] for e in entry if isinstance(e, dict)}
-    return {}
+    if entry is None:
+        return {}
+    try:
+        named = msgspec.convert(entry, list[_NamedTemplate])
+    except msgspec.ValidationError as error:
+        raise ValueError(
+            f"tokenizer_config.json: chat_template is no text and no list of named ones ({error})"
+        ) from error
+    return {template.name: template.template for template in named}

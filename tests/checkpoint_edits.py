@@ -21,7 +21,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> DeepseekModel:
 
 
 def check(folder: Path) -> dict[str, TensorInfo]:
-    return check_checkpoint(folder, read_config(folder))
+    return check_checkpoint(folder, read_config(folder)).tensors
 
 
 def edit(

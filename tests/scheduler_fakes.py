@@ -8,11 +8,11 @@ Faults are one plan object that a test hands over when it builds an engine.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from minidsa.configs.engine import EngineConfig, SchedulerConfig
-from minidsa.configs.engine_info import EngineInfo
+from minidsa.configs.engine_info import EngineInfo, StartPlan
 from minidsa.configs.logprobs import TokenLogprobs
 from minidsa.configs.sampling import SamplingParams
 from minidsa.kv_cache.cache import KvCache
@@ -190,14 +190,19 @@ class FakeTarget:
     """What a spawned engine process runs instead of a model: EngineProcess.start(config, target)"""
 
     plan: Plan = Plan()
-    refuse: str | None = None
+    refuse: ValueError | None = None
+    tensors: int = 0
+    tensor_seconds: float = 0.0
 
     def __call__(self, directory: str, config: EngineConfig) -> None:
-        serve(directory, config, self.load)
+        serve(directory, config, self.check)
+
+    def check(self, config: EngineConfig) -> "FakeStart":
+        if self.refuse:
+            raise self.refuse
+        return FakeStart(self, config)
 
     def load(self, config: EngineConfig) -> FakeLoaded:
-        if self.refuse:
-            raise ValueError(self.refuse)
         page_size, num_pages = config.cache.page_size or 4, config.cache.num_pages or 64
         runner = FakeRunner(num_pages, page_size, self.plan)
         info = EngineInfo(
@@ -220,6 +225,22 @@ class FakeTarget:
             num_speculative_tokens=0,
         )
         return FakeLoaded(runner, runner.cache(), info)
+
+
+@dataclass(frozen=True)
+class FakeStart:
+    target: FakeTarget
+    config: EngineConfig
+
+    @property
+    def plan(self) -> StartPlan:
+        return StartPlan("fake", VOCAB, [])
+
+    def load(self, alive: Callable[[], None]) -> FakeLoaded:
+        for _ in range(self.target.tensors):
+            time.sleep(self.target.tensor_seconds)
+            alive()
+        return self.target.load(self.config)
 
 
 class Driver:

@@ -26,9 +26,11 @@ from minidsa.scheduler.messages import (
     Heartbeat,
     Loaded,
     Outputs,
+    Planned,
     Ready,
     RequestOutput,
     Shutdown,
+    StartPlan,
     Submit,
     TokenLogprobs,
 )
@@ -216,6 +218,8 @@ async def serving(
     engine = ScriptedEngine(script, burst, pace)
     config = config or server_config()
     client = EngineClient(engine, config.heartbeat_seconds, config.engine.hang_timeout)
+    engine.emit(Planned(StartPlan(info.model_type, info.vocab_size, [])))
+    await client.plan()
     engine.emit(Loaded(info))
     loaded = await client.load()
     client.start()

@@ -65,6 +65,10 @@ class ServerProcess:
         assert len(found) == 1
         return found[0]
 
+    def said(self, start: str) -> str:
+        """The line of stdout that begins like this; empty if there is none."""
+        return next((line for line in self.lines if line.startswith(start)), "")
+
     def metric(self, name: str) -> float:
         text = httpx.get(f"{self.url}/metrics").text
         found = re.search(rf"^minidsa:{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE)

@@ -86,6 +86,8 @@ def test_ops_07_sigterm_lets_streams_finish(start):
     for stream in streams:
         assert stream.events[-1]["choices"][0]["finish_reason"] == "length"
     assert server.wait() == 0
+    assert server.said("shutting down: 3 requests in flight")
+    assert server.said("finished: every request was answered")
     assert not [line for line in server.errors if not line.startswith("INFO: ")]
 
 
@@ -103,6 +105,8 @@ def test_ops_09_the_drain_has_a_cap(start):
     streams = [Stream(server.url, max_tokens=500) for _ in range(12)]
     begin = time.monotonic()
     assert server.stop() == 1
+    assert server.said("shutting down: 12 requests in flight, up to 0.3 s")
+    assert server.said("finished: ").endswith(" cut")
     assert time.monotonic() - begin < PATIENCE
     ends = {stream.events[-1]["choices"][0]["finish_reason"] for stream in streams}
     assert ends <= {"abort", "length"} and "abort" in ends
@@ -179,6 +183,22 @@ def test_ops_16_a_taken_port_is_one_line(checkpoint):
         code, lines = refuse("serve", str(checkpoint), "--port", port)
     assert code == 1
     assert len(lines) == 1 and port in lines[0] and "in use" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("engine.max_model_len=999999", ["max_model_len is 999999", "context is 4096"]),
+        ("engine.cache.num_pages=999999999999", ["num_pages", "TiB", "would fit"]),
+        ("engine.attention_backend=flash", ["flash", "there are: auto"]),
+        ("engine.num_threads=99999999", ["num_threads", "1024"]),
+    ],
+)
+def test_a_setting_that_cannot_be_obeyed_is_one_line_and_code_2(checkpoint, setting, words):
+    code, lines = refuse("serve", str(checkpoint), "--port", "0", "--set", setting)
+    assert code == 2
+    assert len(lines) == 1 and lines[0].startswith("minidsa: ")
+    assert all(word in lines[0] for word in words)
 
 
 @pytest.mark.parametrize("damage", ["no tokenizer", "no weights", "broken config", "short file"])

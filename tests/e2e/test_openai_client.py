@@ -247,6 +247,22 @@ async def test_api_43_fifty_disconnects_leave_no_page_behind(server):
     assert answer.status_code == 200
 
 
+async def test_sch_23_an_answer_that_nobody_waits_for_is_not_generated(server):
+    """Not streamed: the first bytes of such an answer are sent when it is whole."""
+    before = server.metric("generation_tokens_total")
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        body = {"prompt": "going", "max_tokens": 480, "ignore_eos": True}
+        request = client.build_request("POST", "/v1/completions", json=body)
+        reading = asyncio.create_task(read(client, request))
+        while server.metric("num_requests_running") == 0:
+            assert not reading.done()
+            await asyncio.sleep(0.01)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+    server.wait_idle()
+    assert server.metric("generation_tokens_total") - before < 480
+
+
 def test_queued_requests_are_served_in_turn(server, client):
     """More requests than seats, and more tokens than pages: preempted or queued, never lost."""
 

@@ -1,6 +1,7 @@
 """The engine process: how it starts, serves, refuses and leaves, and every way that it can die."""
 
 import asyncio
+import dataclasses
 import multiprocessing
 import os
 import signal
@@ -13,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from minidsa.configs.engine import EngineConfig
-from minidsa.scheduler.messages import Abort, Failed, Heartbeat, Loaded, Outputs, Ready
+from minidsa.configs.setting_error import SettingError
+from minidsa.scheduler.messages import Abort, Failed, Heartbeat, Loaded, Outputs, Planned, Ready
 from minidsa.scheduler.process import EngineDied, EngineProcess
 from patience import PATIENCE
 from scheduler_fakes import FakeTarget, Plan, expected, submit
@@ -24,6 +26,7 @@ CONFIG = EngineConfig(hang_timeout=30.0)
 
 
 async def until_ready(engine):
+    assert isinstance(await engine.recv(), Planned)
     loaded = await engine.recv()
     assert isinstance(loaded, Loaded), loaded
     assert isinstance(await engine.recv(), Ready)
@@ -47,17 +50,22 @@ async def generate(engine, command):
     return [token async for o in outputs_of(engine, command.request_id) for token in o.token_ids]
 
 
-async def all_events(engine):
-    """Everything the engine says until it has died, and its exit code."""
+async def to_its_end(engine):
+    """Everything the engine says until it has died, and what is said about its death."""
     events = []
     try:
         async with asyncio.timeout(60):
             while True:
                 events.append(await engine.recv())
     except EngineDied as error:
-        return events, error.exitcode
+        return events, error
     finally:
         engine.close()
+
+
+async def all_events(engine):
+    events, death = await to_its_end(engine)
+    return events, death.exitcode
 
 
 def is_gone(pid):
@@ -126,15 +134,56 @@ async def test_ops_05_a_hang_ends_the_process_with_all_stacks_and_slow_steps_do_
     start = time.monotonic()
     events, code = await all_events(engine)
     assert 2.0 < time.monotonic() - start < PATIENCE
-    assert code == 1 and sum(bool(e.outputs) for e in events if isinstance(e, Outputs)) == 1
+    assert code == -signal.SIGALRM
+    assert sum(bool(e.outputs) for e in events if isinstance(e, Outputs)) == 1
     stacks = capfd.readouterr().err
-    assert "Timeout" in stacks and "_misbehave" in stacks and "scheduler/engine.py" in stacks
+    assert "_misbehave" in stacks and "scheduler/engine.py" in stacks
     assert "scheduler/worker.py" in stacks  # the thread that follows the parent
+
+
+@pytest.mark.parametrize(
+    ("target", "setting", "doing"),
+    [
+        (FakeTarget(tensors=1, tensor_seconds=3600), "load_timeout", "loading"),
+        (FakeTarget(Plan(hang_step=1)), "warm_up_timeout", "warming up"),
+        (FakeTarget(Plan(hang_step=2)), "warm_up_timeout", "warming up"),
+        (FakeTarget(Plan(hang_step=3)), "hang_timeout", "computing a step"),
+    ],
+)
+async def test_ops_05_each_stage_has_its_limit_and_its_name(capfd, target, setting, doing):
+    config = dataclasses.replace(EngineConfig(), **{setting: 0.5})
+    engine = EngineProcess.start(config, target)
+    engine.send(submit("a", [1], 4))
+    start = time.monotonic()
+    _, death = await to_its_end(engine)
+    assert time.monotonic() - start < PATIENCE
+    assert death.exitcode == -signal.SIGALRM
+    assert str(death) == (
+        f"the engine hung while it was {doing}: no progress within engine.{setting} = 0.5 "
+        "seconds; the stacks of its threads are above"
+    )
+    assert "scheduler_fakes.py" in capfd.readouterr().err
+
+
+async def test_a_load_may_take_long_as_long_as_it_goes_on():
+    """The limit is for one tensor, not for all of them together."""
+    target = FakeTarget(tensors=9, tensor_seconds=0.5)
+    engine = EngineProcess.start(EngineConfig(load_timeout=4.0), target)
+    try:
+        await until_ready(engine)
+    finally:
+        engine.close()
+
+
+async def test_a_setting_that_is_refused_is_told_from_a_bad_checkpoint():
+    for error, is_setting in ((SettingError("no"), True), (ValueError("no"), False)):
+        engine = EngineProcess.start(CONFIG, FakeTarget(refuse=error))
+        assert await all_events(engine) == ([Failed("no", is_setting)], 1)
 
 
 async def test_what_cannot_be_served_is_one_line_and_what_is_a_bug_has_its_traceback(capfd):
     targets = (
-        FakeTarget(refuse="bad checkpoint:\n no such tensor"),
+        FakeTarget(refuse=ValueError("bad checkpoint:\n no such tensor")),
         FakeTarget(Plan(fail_steps=frozenset({2}))),
         FakeTarget(Plan(fail_forever_from=5)),
     )
@@ -145,7 +194,7 @@ async def test_what_cannot_be_served_is_one_line_and_what_is_a_bug_has_its_trace
     engines[2].send(submit("b", [1], 2))
     broken = await all_events(engines[2])
     assert refused == ([Failed("bad checkpoint: no such tensor")], 1)
-    assert [type(event) for event in cold[0]] == [Loaded, Failed]
+    assert [type(event) for event in cold[0]] == [Planned, Loaded, Failed]
     assert cold[0][-1] == Failed("RuntimeError: planned failure of step 2") and cold[1] == 1
     assert broken[0][-1] == Failed(
         "a step failed, and so did a probe of one token, with "
@@ -168,8 +217,8 @@ PARENT = """
         target = FakeTarget(Plan(delay=0.05))
         idle, busy = [EngineProcess.start(EngineConfig(), target) for _ in range(2)]
         for engine in (idle, busy):
-            await engine.recv()
-            await engine.recv()
+            for _ in ("planned", "loaded", "ready"):
+                await engine.recv()
         busy.send(submit("a", [1], 100))
         await busy.recv()
         print(idle.pid, idle._directory, busy.pid, busy._directory, flush=True)

@@ -138,5 +138,10 @@ async def test_http_17_every_length_is_answered(path, field):
         assert await _length(bed, path, **{field: rest}) == rest
         above = await _length(bed, path, **{field: rest + 1})
         assert above["code"] == "context_length_exceeded"
+        assert above["param"] == ("messages" if path == CHAT else "prompt")
+        beyond = await _length(bed, path, **{field: CONTEXT + 1})
+        assert (beyond["code"], beyond["param"]) == ("context_length_exceeded", field)
+        assert f"maximum context length is {CONTEXT} tokens" in beyond["message"]
+        assert f"{field} is {CONTEXT + 1}" in beyond["message"]
         assert (await _length(bed, path, **{field: 0}))["param"] == "max_tokens"
         assert await _length(bed, path) == default

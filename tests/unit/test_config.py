@@ -210,7 +210,8 @@ WRONG = {
     "hidden_act": ["gelu"],
     "moe_layer_freq": [2, True],
     "index_topk_freq": [4],
-    "indexer_types": [["full", "shared"]],
+    "indexer_types": [["full", "full", "full", "shared"], ["full"] * 3, [], "FFSF", 2],
+    "index_topk_pattern": ["FSSS", ["F", "F", "F", "S"]],
     "attn_logit_softcapping": [30.0],
     "final_logit_softcapping": [50.0],
     "num_nextn_predict_layers": [-1, 10**9],
@@ -219,6 +220,20 @@ WRONG = {
     "tie_word_embeddings": [0],
 }
 WRONG_VALUES = [(key, value) for key, values in WRONG.items() for value in values]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("indexer_types", ["full"] * 4),
+        ("indexer_types", None),
+        ("index_topk_pattern", "FFFF"),
+        ("index_topk_pattern", ["F"] * 5),
+        ("index_topk_freq", 1),
+    ],
+)
+def test_an_indexer_in_every_layer_may_be_spelled_out(key, value):
+    assert parse_config(dict(T_CPU) | {key: value}) == parse_config(T_CPU)
 
 
 @pytest.mark.parametrize(("key", "value"), WRONG_VALUES)

@@ -1,16 +1,21 @@
 """Settings: flags before file before defaults; every mistake is one line that names it."""
 
+import json
+
 import pytest
 
 from minidsa.server.cli import main
+from minidsa.server.flag_table import FLAGS, GROUPS
 from minidsa.server.flags import (
     SERVE_FLAGS,
     OneLineParser,
     UsageError,
     add_flags,
+    choices_of,
     read_settings,
     refuse_unknown,
 )
+from public_configs import MOONLIGHT
 
 
 def settings(*arguments: str, environment: dict[str, str] | None = None):
@@ -63,11 +68,15 @@ def test_set_reaches_every_setting():
         (["--set", "engine.cache=1"], ["engine.cache is a section"]),
         (["--set", "port.x=1"], ["port"]),
         (["--set", "port"], ["SECTION.FIELD=VALUE"]),
-        (["--port", "many"], ["port", "int"]),
+        (["--set", "engine.schedular.max_queue=1"], ["did you mean engine.scheduler?"]),
+        (["--set", "engine.dtype.x=1"], ["engine.dtype is a value"]),
+        (["--port", "many"], ["port is 'many'; it must be a whole number"]),
+        (["--port", "1.5"], ["port is '1.5'; it must be a whole number"]),
+        (["--max-model-len", "long"], ["engine.max_model_len is 'long'", "a whole number"]),
+        (["--drain-seconds", "x"], ["drain_seconds is 'x'; it must be a number"]),
         (["--port", "70000"], ["port", "65535"]),
         (["--port"], ["--port"]),
         (["--port", "1", "--port", "2"], ["--port", "twice"]),
-        (["--dtype", "float8"], ["engine.dtype", "float8"]),
         (["--drain-seconds", "nan"], ["drain_seconds"]),
         (["--drain-seconds", "-1"], ["drain_seconds"]),
         (["--set", "limits.header_seconds=0"], ["limits.header_seconds"]),
@@ -140,6 +149,69 @@ def test_a_refusal_is_one_line_and_an_exit_code(capsys, arguments, code, part):
     assert found == code
     assert out == ""
     assert err.startswith("minidsa: ") and err.count("\n") == 1 and part in err
+
+
+ENUMS = [flag for flag in FLAGS if choices_of(flag.target)]
+
+
+@pytest.mark.parametrize("flag", ENUMS, ids=lambda flag: flag.name)
+def test_a_wrong_word_lists_those_that_are_right(flag):
+    with pytest.raises(UsageError) as caught:
+        settings(flag.name, "float8")
+    message = f"{flag.target} is 'float8'; it must be one of {', '.join(choices_of(flag.target))}"
+    assert str(caught.value) == message
+    for choice in choices_of(flag.target):
+        settings(flag.name, choice)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("--hots", "--host"),
+        ("--max-seqs", "--max-num-seqs"),
+        ("--foo", None),
+        ("--temperature", None),
+        ("--engine", None),
+    ],
+)
+def test_a_name_is_suggested_for_a_slip_alone(name, meant):
+    with pytest.raises(UsageError) as caught:
+        settings(name, "1")
+    assert str(caught.value) == f"unknown flag {name}" + (
+        f"; did you mean {meant}?" if meant else ""
+    )
+    with pytest.raises(UsageError) as caught:
+        settings("--set", "engine.cache.colour=1")
+    assert str(caught.value) == "unknown setting engine.cache.colour"
+
+
+def test_help_shows_groups_values_and_defaults(capsys):
+    code, out, _ = run(capsys, "serve", "--help")
+    assert code == 0
+    text = " ".join(out.split())
+    for title, flags in GROUPS:
+        assert f"{title}: " in text
+        for flag in flags:
+            assert flag.name in text
+    for part in ("{auto,float32,bfloat16,float16}", "[8000]", "[64]", "[the model's context]"):
+        assert part in text
+
+
+def test_plan_prints_what_a_checkpoint_takes(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(dict(MOONLIGHT)))
+    code, out, err = run(capsys, "plan", str(tmp_path), "--gpu", "h200", "--max-num-seqs", "8")
+    assert (code, err) == (0, "")
+    assert out.startswith("memory: ") and "8 requests run at once" in out
+    for arguments, expected in (
+        (["--gpu", "rtx4090"], (1, "does not fit")),
+        (["--gpu", "none"], (2, "there are: ")),
+        (["--tp", "5"], (2, "5 devices")),
+        (["--gpus", "h200"], (2, "did you mean --gpu?")),
+        (["--gpu", "h200", "--max-model-len", "9999"], (2, "the model's context is 8192")),
+    ):
+        code, out, err = run(capsys, "plan", str(tmp_path), *arguments)
+        assert code == expected[0] and out == ""
+        assert err.startswith("minidsa: ") and err.count("\n") == 1 and expected[1] in err
 
 
 def test_version(capsys):

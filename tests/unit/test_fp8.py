@@ -8,10 +8,12 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint_edits import edit, edit_json, load, refused
 from checkpoints import T_WIDE, t_wide, tensors_of
+from minidsa.attention.dense.torch_ref import TorchDenseBackend
 from minidsa.model.checkpoint import INDEX, SINGLE
 from minidsa.model.fp8 import dequantise, quantise, scale_shape
 from minidsa.model.make_checkpoint import write_checkpoint
 from minidsa.model.names import name_table
+from stepper import Stepper, new_storage
 
 
 @pytest.mark.parametrize("shape", [(576, 256), (128, 128), (1, 300), (129, 127), (200, 200)])
@@ -100,3 +102,32 @@ def test_scales_may_stand_in_another_shard(tmp_path):
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     one, many = name_table(before), name_table(load(tmp_path))
     assert all(torch.equal(one[name].target, many[name].target) for name in one)
+
+
+ODD = {"qk_nope_head_dim": 80, "v_head_dim": 48, "kv_lora_rank": 192, "num_attention_heads": 3}
+
+
+@pytest.mark.parametrize("fields", [{}, ODD | {"num_key_value_heads": 3}], ids=["even", "odd"])
+def test_conf_08_the_absorbed_form_reads_fp8_scales_as_the_expanded_one_does(tmp_path, fields):
+    """kv_b has scales of its own blocks: [384, 192] is three by two of them, the last cut short."""
+    config = dict(T_WIDE) | fields | {"num_hidden_layers": 2, "num_nextn_predict_layers": 0}
+    write_checkpoint(tmp_path, config, tensors_of(config))
+    model = load(tmp_path)
+    stored = {n: t for path in tmp_path.glob("*.safetensors") for n, t in load_file(path).items()}
+    name = "model.layers.1.self_attn.kv_b_proj.weight"
+    scale = stored[f"{name}_scale_inv"]
+    blocks = [torch.arange(size) // 128 for size in stored[name].shape]
+    by_element = stored[name].float() * scale[blocks[0]][:, blocks[1]]
+    layer = model.layers[1].attention.layer
+    heads, _, latent = layer.w_uk_HNC.shape
+    halves = torch.cat((layer.w_uk_HNC, layer.w_uv_HVC), dim=1)
+    assert torch.equal(halves, by_element.view(heads, -1, latent))
+
+    tokens = torch.randint(512, (40,), generator=torch.Generator().manual_seed(8)).tolist()
+    rows = {}
+    for form in ("expanded", "absorbed"):
+        storage = new_storage(model, num_pages=12, page_size=4)
+        stepper = Stepper(model, TorchDenseBackend(storage), storage)
+        parts = [tokens] if form == "expanded" else [[token] for token in tokens]
+        rows[form] = torch.cat([stepper.step([("a", p)], len(p) > 1) for p in parts])
+    torch.testing.assert_close(rows["expanded"], rows["absorbed"], rtol=2e-4, atol=2e-4)

@@ -1,16 +1,22 @@
 """Weights: every tensor in its place, and names, shapes, dtypes, values that must be exact."""
 
+import io
 import logging
+import tracemalloc
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tqdm import tqdm
 
 from checkpoint_edits import check, edit, edit_json, load, refused
-from minidsa.model.checkpoint import INDEX, SINGLE, CheckpointError
+from minidsa.model import loader
+from minidsa.model.checkpoint import INDEX, SINGLE, CheckpointError, read_config
 from minidsa.model.config import parse_config
+from minidsa.model.deepseek import DeepseekModel
+from minidsa.model.loader import check_checkpoint
 from minidsa.model.make_checkpoint import PRESETS, write_random_checkpoint
-from minidsa.model.names import name_table
+from minidsa.model.names import name_table, needed_shapes
 
 EXPERT = "model.layers.2.mlp.experts.3.up_proj.weight"
 
@@ -172,12 +178,83 @@ def test_values_too_large_for_the_dtype_are_named(single):
         load(single, torch.float16)
 
 
-def test_tied_heads_need_no_head_and_ignore_a_copy(single):
+def test_tied_heads_need_no_head_and_ignore_an_equal_copy(single):
     edit_json(single, "config.json", lambda c: c.update(tie_word_embeddings=True))
+    edit(single, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     assert "lm_head.weight" not in check(single)
     edit(single, lambda tensors: tensors.pop("lm_head.weight"))
     model = load(single)
     assert model.head.linear.weight_ED is model.embedding.weight_VD
+
+
+def test_a_head_that_differs_from_its_embedding_is_used_and_told(single):
+    edit_json(single, "config.json", lambda c: c.update(tie_word_embeddings=True))
+    head = load_file(single / SINGLE)["lm_head.weight"]
+    checked = check_checkpoint(single, read_config(single))
+    assert "lm_head.weight" in checked.tensors and not checked.config.tie_word_embeddings
+    assert "tie_word_embeddings" in checked.notes[0] and "lm_head.weight" in checked.notes[0]
+    assert torch.equal(load(single).head.linear.weight_ED, head)
+    # One element in the last row is enough.
+    edit(single, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    edit(single, lambda t: t["lm_head.weight"].view(-1)[-1:].add_(1))
+    assert "lm_head.weight" in check(single)
+
+
+@pytest.mark.parametrize("preset", ["default", "tied"])
+def test_the_names_that_are_needed_are_those_of_the_table(preset):
+    config = parse_config(dict(PRESETS["default"]) | {"tie_word_embeddings": preset == "tied"})
+    model = DeepseekModel(config, torch.float32, torch.device("meta"))
+    table = {name: entry.shape for name, entry in name_table(model).items()}
+    assert dict(needed_shapes(config)) == table
+
+
+HUGE = {
+    "layers": {"num_hidden_layers": 1024},
+    "experts": {"num_hidden_layers": 1024, "n_routed_experts": 16384},
+    "mtp": {"n_routed_experts": 16384, "num_nextn_predict_layers": 64},
+    "heads": {
+        "num_attention_heads": 4096,
+        "num_key_value_heads": 4096,
+        "qk_nope_head_dim": 65536,
+        "rope_interleave": False,
+    },
+}
+
+
+@pytest.mark.parametrize("claim", HUGE)
+def test_conf_14_a_huge_claim_costs_what_the_files_hold(single, claim):
+    """Millions of tensors are refused after the few hundred that are there, in flat memory."""
+    edit_json(single, "config.json", lambda config: config.update(HUGE[claim]))
+    tracemalloc.start()
+    refused(single, "model.layers.")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 64 << 20
+
+
+def test_conf_14_mtp_layers_are_looked_up_and_not_listed(single):
+    """A name of each of 64 layers makes no 64 tables of what such a layer might hold."""
+    edit_json(single, "config.json", lambda config: config.update(num_nextn_predict_layers=64))
+    names = [f"model.layers.{4 + i}.enorm.weight" for i in range(64)]
+    edit(single, lambda tensors: tensors.update({name: torch.ones(64) for name in names}))
+    assert not set(names) & set(check(single))
+    edit(single, lambda tensors: tensors.update({"model.layers.68.enorm.weight": torch.ones(64)}))
+    refused(single, "model.layers.68.enorm.weight", "unknown")
+
+
+def test_a_bar_ends_at_the_bytes_that_are_loaded(single, monkeypatch):
+    """Layers that are skipped are not waited for."""
+    bars = []
+
+    class Bar(tqdm):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **(kwargs | {"disable": False, "file": io.StringIO()}))
+            bars.append(self)
+
+    monkeypatch.setattr(loader, "tqdm", Bar)
+    load(single)
+    (bar,) = bars
+    assert bar.n == bar.total < (single / SINGLE).stat().st_size * 0.9
 
 
 def test_the_default_preset_is_the_same_every_time(tmp_path):

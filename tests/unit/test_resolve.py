@@ -7,6 +7,7 @@ import pytest
 from minidsa.configs.engine import CacheConfig, EngineConfig, SchedulerConfig
 from minidsa.configs.machine import Machine, detect
 from minidsa.configs.resolve import MAX_CPU_CACHE_BYTES, resolve_cache, resolve_run, validate
+from minidsa.configs.setting_error import SettingError
 
 CPU = Machine(has_cuda=False, num_cores=3, free_bytes=1 << 30)
 GPU = dataclasses.replace(CPU, has_cuda=True)
@@ -74,11 +75,15 @@ def test_every_running_request_has_a_token_in_the_budget():
         "num_threads",
         "memory_fraction",
         "hang_timeout",
+        "load_timeout",
+        "warm_up_timeout",
     ],
 )
-@pytest.mark.parametrize("value", [0, -1, float("nan")])
+@pytest.mark.parametrize("value", [0, -1, 10**15, float("nan")])
 def test_impossible_settings_are_refused_by_name(field, value):
-    if value != value and field not in {"memory_fraction", "hang_timeout"}:
+    is_fraction = field.endswith(("fraction", "timeout"))
+    bounded_later = field in {"num_pages", "max_model_len"}
+    if (value != value and not is_fraction) or (value > 0 and bounded_later):
         value = 0
     with pytest.raises(ValueError, match=rf"^{field} is "):
         validate(config(**{field: value}))
@@ -124,9 +129,22 @@ def test_a_pool_that_was_said_is_kept_and_bounds_the_requests():
     assert resolved.config.max_model_len == 112
 
 
+def test_pages_that_do_not_fit_are_refused_with_what_would():
+    """Whatever an allocator would make of it: the numbers are compared before it is asked."""
+    settings = config(page_size=16, num_pages=10**9)
+    message = (
+        "num_pages is 1000000000, which takes 954 GiB (a page is 16 tokens of 64 bytes); "
+        "beside a step 1 GiB are free, so 1048575 pages would fit"
+    )
+    with pytest.raises(SettingError) as caught:
+        resolved_cache(settings, token=64, free=1 << 30)
+    assert str(caught.value) == message
+    assert resolved_cache(config(page_size=16, num_pages=1 << 20), token=64, free=(1 << 30) + 1024)
+
+
 def test_no_memory_for_one_page_is_one_line_with_the_numbers():
-    with pytest.raises(ValueError, match=r"no page fits: 128 bytes are needed, .* is 100 bytes"):
-        resolved_cache(config(page_size=16), free=200)
+    with pytest.raises(ValueError, match=r"no page fits: 128 bytes are needed, .* is 125 bytes"):
+        resolved_cache(config(page_size=16, memory_fraction=0.25), free=500)
 
 
 def test_more_than_the_context_of_the_model_is_refused():

@@ -7,6 +7,7 @@ heads: a key that all of them reject, whose score is exactly 0, hardly ever occu
 
 import functools
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import transformers
 from safetensors.torch import load_file
 
 import oracle
+from checkpoint_edits import edit_json
 from checkpoints import T_CPU, new_folder
 from minidsa.attention.dense.torch_ref import TorchDenseBackend
 from minidsa.attention.sparse.dsa import DsaBackend
@@ -249,3 +251,14 @@ def test_bf16_follows_fp32():
     assert logits.dtype == torch.float32
     difference = logits.log_softmax(-1) - expected("v32-dense-only")[0][:TOPK]
     assert 1e-4 < difference.abs().max().item() < 0.3
+
+
+def test_a_head_that_differs_from_its_embedding_is_used_on_both_sides():
+    """config.json says that it is tied; the file says otherwise, and the file counts."""
+    folder = new_folder()
+    shutil.copytree(pair("v3").folder, folder, dirs_exist_ok=True)
+    edit_json(folder, "config.json", lambda config: config.update(tie_word_embeddings=True))
+    reference = transformers.DeepseekV3ForCausalLM.from_pretrained(folder)
+    model = load_model(folder, read_config(folder), torch.float32, torch.device("cpu"))
+    assert torch.equal(model.head.linear.weight_ED, reference.lm_head.weight)
+    assert not torch.equal(reference.lm_head.weight, reference.model.embed_tokens.weight)

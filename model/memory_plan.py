@@ -1,0 +1,162 @@
+"""The memory a start will use, said before anything is loaded.
+
+Weights, cached rows, activations and logits follow from configuration and settings; `minidsa plan`
+needs nothing else, and a start that would not fit is refused with the same numbers. No tensors.
+"""
+
+from dataclasses import dataclass
+
+from ..configs.engine import EngineConfig
+from ..configs.quantities import shown_bytes, shown_count
+from ..configs.resolve import resolve_cache
+from ..configs.setting_error import SettingError
+from .config import ModelConfig
+from .step_memory import activation_bytes, logits_bytes
+from .weight_sizes import packed_copies, total, weight_sizes
+
+ITEM_BYTES = (("float32", 4), ("bfloat16", 2), ("float16", 2))
+
+
+class DoesNotFit(ValueError):
+    """The model cannot be served in this memory; one line with the numbers and what would fit."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on each device, for settings whose every choice is made.
+
+    weights: by kind, the second form of the experts and the rope table included. cache and
+    row bytes are those of all layers together.
+    """
+
+    config: EngineConfig
+    notes: tuple[str, ...]
+    free_bytes: int
+    num_parameters: int
+    weights: dict[str, int]
+    latent_bytes_per_token: int
+    index_bytes_per_token: int
+    activations: int
+    logits: int
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(self.weights.values())
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the cache holds."""
+        cache = self.config.cache
+        return (cache.num_pages or 0) * (cache.page_size or 0)
+
+    @property
+    def cache_bytes(self) -> int:
+        # Page 0, where padding writes, is one more than can be handed out.
+        tokens = self.num_tokens + (self.config.cache.page_size or 0)
+        return tokens * (self.latent_bytes_per_token + self.index_bytes_per_token)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.cache_bytes + self.activations + self.logits
+
+    def lines(self) -> list[str]:
+        """The plan for people."""
+        config, cache = self.config, self.config.cache
+        longest = config.max_model_len or 0
+        step = config.scheduler.max_num_batched_tokens
+        kinds = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in self.weights.items())
+        return [
+            f"memory: {shown_bytes(self.total_bytes)} of {shown_bytes(self.free_bytes)} free on "
+            f"{config.device}",
+            f"  weights {shown_bytes(self.weight_bytes)} in {config.dtype}, "
+            f"{shown_count(self.num_parameters)} parameters ({kinds})",
+            f"  cache {shown_bytes(self.cache_bytes)}: {self.num_tokens} tokens in "
+            f"{cache.num_pages} pages of {cache.page_size}; a token takes "
+            f"{self.latent_bytes_per_token} bytes of latent rows and "
+            f"{self.index_bytes_per_token} bytes of index rows",
+            f"  a step of {step} tokens: activations {shown_bytes(self.activations)}, "
+            f"logits {shown_bytes(self.logits)}; graphs none",
+            f"  longest request {longest} tokens; {self.num_tokens // longest} of that length fit "
+            f"at once, {config.scheduler.max_num_seqs} requests run at once",
+        ]
+
+
+def plan_memory(
+    model: ModelConfig,
+    config: EngineConfig,
+    free_bytes: int,
+    *,
+    with_mtp: bool = False,
+    ranks: int = 1,
+) -> MemoryPlan:
+    """Plan for a config from `resolve_run`; free_bytes: of the device before anything is loaded.
+
+    ranks: devices that share the model by tensor parallelism. Raises DoesNotFit, and SettingError
+    for a setting that is the reason.
+    """
+    if ranks < 1 or model.num_heads % ranks:
+        fitting = ", ".join(str(n) for n in range(1, 65) if model.num_heads % n == 0)
+        raise SettingError(
+            f"{ranks} devices cannot share {model.num_heads} attention heads evenly; "
+            f"numbers that can: {fitting}"
+        )
+    item, device = dict(ITEM_BYTES)[config.dtype], config.device
+    weights = _weights(model, item, device, with_mtp=with_mtp, ranks=ranks)
+    layout = model.cache_layout(with_mtp=with_mtp)
+    tokens = config.scheduler.max_num_batched_tokens or 1
+    activations = activation_bytes(model, tokens, item, ranks)
+    # Each draft of a request is verified in a row of its own.
+    rows = config.scheduler.max_num_seqs * (1 + (config.speculative.num_tokens or 0))
+    logits = logits_bytes(model, rows, item)
+    token_bytes = layout.bytes_per_token(item)
+    smallest_cache = 2 * (config.cache.page_size or 1) * token_bytes
+    weight_bytes, step = sum(weights.values()), activations + logits
+    left = free_bytes - weight_bytes
+    if left < step + smallest_cache:
+        message = _shortfall(config, left, weight_bytes, (activations, logits), smallest_cache)
+        # Where weights and a cache fit, it is the step that was set too large.
+        raise DoesNotFit(message) if left < 2 * smallest_cache else SettingError(message)
+    cache = resolve_cache(config, model.max_position_embeddings, token_bytes, left, step)
+    index_bytes = sum(layout.index_layers) * layout.index_width * item
+    sizes = weight_sizes(model, with_mtp=with_mtp)
+    return MemoryPlan(
+        config=cache.config,
+        notes=cache.notes,
+        free_bytes=free_bytes,
+        num_parameters=total(sizes).parameters,
+        weights=weights,
+        latent_bytes_per_token=token_bytes - index_bytes,
+        index_bytes_per_token=index_bytes,
+        activations=activations,
+        logits=logits,
+    )
+
+
+def _weights(
+    model: ModelConfig, item: int, device: str, *, with_mtp: bool, ranks: int
+) -> dict[str, int]:
+    sizes = weight_sizes(model, with_mtp=with_mtp)
+    weights = {kind: part.nbytes(item, ranks) for kind, part in sizes.items()}
+    copies = packed_copies(model, with_mtp=with_mtp)
+    if device == "cpu" and item == 4 and copies.parameters:
+        weights["packed once more"] = copies.nbytes(item, ranks)
+    weights["rope table"] = model.max_position_embeddings * (model.rope_dim // 2) * 8
+    return weights
+
+
+def _shortfall(
+    config: EngineConfig, left: int, weights: int, step: tuple[int, int], cache: int
+) -> str:
+    """left: what the weights leave of the free memory; step: activations and logits."""
+    tokens, (activations, logits) = config.scheduler.max_num_batched_tokens or 1, step
+    needed = weights + activations + logits + cache
+    advice = f"it takes a device with {shown_bytes(needed)} free"
+    fitting = tokens * (left - cache - logits) // activations
+    if fitting > 0:
+        advice += f", or max_num_batched_tokens of about {fitting}"
+    return (
+        f"the model does not fit: weights take {shown_bytes(weights)} in {config.dtype}, a step of "
+        f"{tokens} tokens {shown_bytes(activations + logits)} and the smallest cache "
+        f"{shown_bytes(cache)}, but {shown_bytes(left + weights)} are free on {config.device}; "
+        f"{advice}"
+    )

@@ -1,0 +1,53 @@
+"""What one step takes at its peak beside weights and cache, estimated from the configuration.
+
+Sums of the tensors that are alive together in the layer that needs most, per token of the step; the
+attention backends work in tiles of a few MiB beside that. Exact to some ten percent: it is there to
+leave room, and to refuse a step that could never be computed.
+"""
+
+from .config import ModelConfig, MoeConfig
+from .sequence import PROMPT_ROWS_AT_ONCE
+
+# Tiles of attention and of the selection, at most so much each.
+WORKSPACE_BYTES = 16 << 20
+# A row is sampled in fp64: scaled, sorted, its order, probabilities, their sums, and fp32 logits.
+SAMPLER_BYTES = 64
+
+
+def activation_bytes(config: ModelConfig, tokens: int, item_size: int, ranks: int = 1) -> int:
+    """Peak of the layers for a step of so many tokens; ranks share heads and widths evenly."""
+    hidden = config.hidden_size
+    # The residual and the normed input, and the norm's fp32 input with its product.
+    stream = hidden * (2 * item_size + 8)
+    largest = _attention(config, ranks) * item_size
+    if any(config.dense_layers) or config.moe is None:
+        largest = max(largest, (3 * config.intermediate_size // ranks + hidden) * item_size)
+    if config.moe is not None:
+        largest = max(largest, _experts(config.moe, hidden, item_size, ranks))
+    return tokens * (stream + largest) + WORKSPACE_BYTES
+
+
+def logits_bytes(config: ModelConfig, rows: int, item_size: int) -> int:
+    """Logits of a step with all that sampling makes of them; a prompt is scored in tiles."""
+    sampled = rows * (SAMPLER_BYTES + item_size)
+    scored = PROMPT_ROWS_AT_ONCE * (12 + item_size)
+    return config.vocab_size * max(sampled, scored)
+
+
+def _attention(config: ModelConfig, ranks: int) -> int:
+    """Elements of a token: first projection, queries, both absorbed forms, values, output."""
+    heads, latent, rope = config.num_heads // ranks, config.kv_lora_rank, config.rope_dim
+    queries = heads * (config.nope_dim + rope)
+    index = 0
+    if config.indexer is not None:
+        index = config.indexer.head_dim * (1 + config.indexer.num_heads)
+    first = (config.q_lora_rank or queries) + latent + rope + index
+    absorbed = heads * (latent + rope) + heads * latent
+    return first + queries + absorbed + heads * config.v_dim + config.hidden_size
+
+
+def _experts(moe: MoeConfig, hidden: int, item_size: int, ranks: int) -> int:
+    """Bytes of a token: its rows for every chosen expert, before and behind the experts."""
+    width = -(-moe.intermediate_size // ranks)
+    chosen = moe.num_chosen + moe.num_shared
+    return chosen * max((3 * hidden + 2 * width) * item_size, hidden * (item_size + 4))

@@ -1,0 +1,113 @@
+"""How large a model is, from its configuration alone: parameters by what they belong to.
+
+Plain arithmetic without tensors, so that a plan costs milliseconds; tests hold it equal to the
+weights that are really allocated.
+"""
+
+from typing import NamedTuple
+
+from .config import IndexerConfig, ModelConfig, MoeConfig
+
+
+# Columns of a weight that a CPU keeps in a second form, for few rows.
+NARROW_UP_TO = 512
+
+
+class Part(NamedTuple):
+    """Parameters of one kind.
+
+    split: those that ranks of tensor parallelism would share out between them. whole: those that
+    each keeps. fp32: those of the latter that stay in fp32 whatever the model's dtype.
+    """
+
+    split: int = 0
+    whole: int = 0
+    fp32: int = 0
+
+    @property
+    def parameters(self) -> int:
+        return self.split + self.whole + self.fp32
+
+    def nbytes(self, item_size: int, ranks: int = 1) -> int:
+        """Bytes on each rank when an element takes `item_size` bytes."""
+        return (-(-self.split // ranks) + self.whole) * item_size + self.fp32 * 4
+
+    def plus(self, other: "Part", times: int = 1) -> "Part":
+        return Part(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+
+def weight_sizes(config: ModelConfig, *, with_mtp: bool) -> dict[str, Part]:
+    """Parameters of the whole model by kind; kinds that it has none of are left out."""
+    hidden = config.hidden_size
+    tables = 1 if config.tie_word_embeddings else 2
+    sizes = {"embedding and head": Part(tables * config.vocab_size * hidden, hidden)}
+    dense = sum(config.dense_layers)
+    _add(sizes, config, dense, is_dense=True)
+    _add(sizes, config, config.num_layers - dense, is_dense=False)
+    if with_mtp:
+        layer: dict[str, Part] = {}
+        _add(layer, config, 1, is_dense=config.moe is None)
+        # The product that joins a token to the hidden state before it, and three norms.
+        own = Part(0, 2 * hidden * hidden + 3 * hidden)
+        sizes["MTP layer"] = _sum(layer).plus(own)
+    return sizes
+
+
+def total(sizes: dict[str, Part]) -> Part:
+    """All kinds together."""
+    return _sum(sizes)
+
+
+def packed_copies(config: ModelConfig, *, with_mtp: bool) -> Part:
+    """What a CPU keeps twice in fp32, at most: narrow products (`Linear.pack`), and a tied head."""
+    table = config.vocab_size * config.hidden_size
+    if config.hidden_size > NARROW_UP_TO:
+        return Part(split=table if config.tie_word_embeddings else 0)
+    whole = total(weight_sizes(config, with_mtp=with_mtp))
+    return Part(whole.split - (0 if config.tie_word_embeddings else table), whole.whole)
+
+
+def _sum(sizes: dict[str, Part]) -> Part:
+    part = Part()
+    for other in sizes.values():
+        part = part.plus(other)
+    return part
+
+
+def _add(sizes: dict[str, Part], config: ModelConfig, layers: int, *, is_dense: bool) -> None:
+    """Add so many layers of one kind."""
+    if not layers:
+        return
+    parts = {"attention": _attention(config)}
+    if config.indexer is not None:
+        parts["indexer"] = _indexer(config, config.indexer)
+    if is_dense or config.moe is None:
+        parts["dense MLP"] = Part(3 * config.hidden_size * config.intermediate_size)
+    else:
+        gate = (config.hidden_size + 1) * config.moe.num_experts
+        parts["experts"] = Part(_experts(config.moe, config.hidden_size), 0, gate)
+    for name, part in parts.items():
+        sizes[name] = sizes.get(name, Part()).plus(part, layers)
+
+
+def _attention(config: ModelConfig) -> Part:
+    """With the two norms of the layer."""
+    hidden, heads, latent = config.hidden_size, config.num_heads, config.kv_lora_rank
+    queries = heads * (config.nope_dim + config.rope_dim)
+    split = heads * ((config.nope_dim + config.v_dim) * latent + config.v_dim * hidden)
+    whole = hidden * (latent + config.rope_dim) + latent + 2 * hidden
+    if config.q_lora_rank is None:
+        return Part(split + queries * hidden, whole)
+    rank = config.q_lora_rank
+    return Part(split + queries * rank, whole + rank * (hidden + 1))
+
+
+def _indexer(config: ModelConfig, indexer: IndexerConfig) -> Part:
+    queries = indexer.num_heads * indexer.head_dim * (config.q_lora_rank or 0)
+    keys = config.hidden_size * indexer.head_dim
+    norm_and_weights = 2 * indexer.head_dim + indexer.num_heads * config.hidden_size
+    return Part(0, queries + keys, norm_and_weights)
+
+
+def _experts(moe: MoeConfig, hidden: int) -> int:
+    return 3 * hidden * moe.intermediate_size * (moe.num_experts + moe.num_shared)

@@ -1,0 +1,82 @@
+"""The named flags of `minidsa serve`: a dozen settings, in the groups that `--help` shows.
+
+Names are vLLM's where they mean the same. Every other setting is reached by its path.
+"""
+
+from dataclasses import dataclass
+
+KEY_VARIABLE = "MINIDSA_API_KEY"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A named flag and the setting it writes; `unset` says what no value means."""
+
+    name: str
+    target: str
+    help: str
+    unset: str = ""
+
+
+GROUPS = (
+    (
+        "address and access",
+        (
+            Flag("--host", "host", "address to listen on"),
+            Flag("--port", "port", "port to listen on; 0 takes any free one"),
+            Flag(
+                "--served-model-name",
+                "served_model_name",
+                "name of the model in requests and answers",
+                "the folder's name",
+            ),
+            Flag("--api-key", "api_key", "key that requests must carry", KEY_VARIABLE),
+            Flag("--drain-seconds", "drain_seconds", "time for open requests to finish at the end"),
+        ),
+    ),
+    (
+        "model and machine",
+        (
+            Flag("--dtype", "engine.dtype", "number format of the computation"),
+            Flag("--device", "engine.device", "where to compute"),
+            Flag("--num-threads", "engine.num_threads", "CPU threads of one operation", "by cores"),
+            Flag(
+                "--attention-backend",
+                "engine.attention_backend",
+                "auto, torch, or dsa, which insists on an indexer",
+            ),
+            Flag("--seed", "engine.seed", "where seeds of requests without one are drawn from"),
+        ),
+    ),
+    (
+        "speculative decoding",
+        (
+            Flag("--speculative", "engine.speculative.method", "who drafts tokens"),
+            Flag(
+                "--num-speculative-tokens",
+                "engine.speculative.num_tokens",
+                "drafts of a request in one step, at most",
+                "by who drafts",
+            ),
+        ),
+    ),
+    (
+        "sizes",
+        (
+            Flag(
+                "--max-model-len",
+                "engine.max_model_len",
+                "longest prompt plus output, in tokens",
+                "the model's context",
+            ),
+            Flag("--max-num-seqs", "engine.scheduler.max_num_seqs", "requests that run at once"),
+            Flag(
+                "--max-num-batched-tokens",
+                "engine.scheduler.max_num_batched_tokens",
+                "tokens computed in one step, prompts and outputs together",
+                "by device",
+            ),
+        ),
+    ),
+)
+FLAGS = tuple(flag for _, flags in GROUPS for flag in flags)
