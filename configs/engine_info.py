@@ -7,6 +7,8 @@ from typing import Literal
 
 import msgspec
 
+MtpLayerUse = Literal["none", "loaded", "unused"]
+
 
 class StartPlan(msgspec.Struct, frozen=True):
     """What is about to be loaded: enough for the text side to check its own files against.
@@ -22,7 +24,8 @@ class StartPlan(msgspec.Struct, frozen=True):
 class EngineInfo(msgspec.Struct, frozen=True):
     """One loaded checkpoint with the settings in force.
 
-    `notes` are the automatic choices, one sentence each with its reason.
+    `notes` are the automatic choices, one sentence each with its reason. `mtp_layer` says whether
+    the checkpoint has a multi-token-prediction layer and `num_parameters` counts it.
     """
 
     model_type: str
@@ -42,3 +45,4 @@ class EngineInfo(msgspec.Struct, frozen=True):
     speculative: Literal["none", "mtp", "ngram"]
     num_speculative_tokens: int
     notes: list[str]
+    mtp_layer: MtpLayerUse = "none"

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from ..configs.engine_info import MtpLayerUse
 from .checkpoint import CheckpointError, TensorInfo, read_headers
 from .config import ModelConfig
 from .deepseek import DeepseekModel
@@ -44,7 +45,7 @@ class CheckedCheckpoint:
 
     directory: Path
     config: ModelConfig
-    with_mtp: bool
+    mtp_layer: MtpLayerUse
     tensors: dict[str, TensorInfo]
     notes: tuple[str, ...]
 
@@ -82,7 +83,9 @@ def check_checkpoint(
     if len(kept) < len(found):
         first = next(name for name in found if name not in kept)
         logger.info("skipping %d tensors not used, such as %s", len(found) - len(kept), first)
-    return CheckedCheckpoint(directory, config, with_mtp, kept, notes)
+    has_mtp = any((layer_index(name) or 0) >= config.num_layers for name in unused)
+    mtp_layer = "loaded" if with_mtp else "unused" if has_mtp else "none"
+    return CheckedCheckpoint(directory, config, mtp_layer, kept, notes)
 
 
 def has_mtp_layer(directory: Path, config: ModelConfig) -> bool:
@@ -112,7 +115,9 @@ def load_weights(
 
     alive: called after each tensor. Raises CheckpointError for one that holds NaN or infinity.
     """
-    model = DeepseekModel(checkpoint.config, dtype, device, with_mtp=checkpoint.with_mtp)
+    model = DeepseekModel(
+        checkpoint.config, dtype, device, with_mtp=checkpoint.mtp_layer == "loaded"
+    )
     table = name_table(model)
     # Its default lock is a system-wide semaphore, which a killed engine would leave behind.
     tqdm.set_lock(threading.RLock())

@@ -13,7 +13,7 @@ import torch
 
 from ..attention.registry import Choice, choose
 from ..configs.engine import EngineConfig
-from ..configs.engine_info import EngineInfo, StartPlan
+from ..configs.engine_info import EngineInfo, MtpLayerUse, StartPlan
 from ..configs.machine import detect, free_bytes
 from ..configs.resolve import resolve_cache, resolve_drafts, resolve_run
 from ..configs.setting_error import SettingError
@@ -77,7 +77,7 @@ class CheckedStart:
             memory.activations + memory.logits,
         )
         notes = [*self.notes, *cache.notes]
-        return _assemble(cache.config, model, self.choice, notes)
+        return _assemble(cache.config, model, self.choice, notes, self.checkpoint.mtp_layer)
 
 
 def check_start(config: EngineConfig) -> CheckedStart:
@@ -116,6 +116,7 @@ def _assemble(
     model: DeepseekModel,
     choice: Choice,
     notes: list[str],
+    mtp_layer: MtpLayerUse,
 ) -> LoadedEngine:
     size = total(weight_sizes(model.config, with_mtp=model.mtp is not None))
     layout = model.config.cache_layout(with_mtp=model.mtp is not None)
@@ -143,6 +144,7 @@ def _assemble(
         speculative=_drafter(config),
         num_speculative_tokens=_chosen(config.speculative.num_tokens),
         notes=notes,
+        mtp_layer=mtp_layer,
     )
     return LoadedEngine(ModelRunner(model, backend, storage), kv_cache, info)
 

@@ -38,7 +38,8 @@ def plan_lines(config: EngineConfig, gpu: str | None, ranks: int) -> list[str]:
         if gpu is not None and (count := _fitting_count(plan, ranks, model.num_heads)):
             hint = f"; {count} of them would do: --tp {count}"
         raise DoesNotFit(f"{error}{hint}") from None
-    return [*planned.lines(), *(f"  {note}" for note in (*run.notes, *drafts.notes, *planned.notes))]
+    notes = (*run.notes, *drafts.notes, *planned.notes)
+    return [*planned.lines(), *(f"  {note}" for note in notes)]
 
 
 def _fitting_count(plan: Callable[[int], MemoryPlan], above: int, most: int) -> int | None:

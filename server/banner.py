@@ -3,15 +3,22 @@
 from ..configs.quantities import shown_bytes, shown_count
 from .service import Service
 
+MTP_WORDS = (
+    ("none", ""),
+    ("loaded", " with the MTP layer"),
+    ("unused", " without the MTP layer, which is not used"),
+)
+
 
 def loaded_lines(service: Service) -> list[str]:
     """Lines for the operator, once the checkpoint is loaded."""
     info = service.info
     parameters, weights = shown_count(info.num_parameters), shown_bytes(info.weight_bytes)
     cache = info.num_cache_tokens * info.cache_bytes_per_token
+    mtp = dict(MTP_WORDS)[info.mtp_layer]
     places = info.num_cache_tokens // service.max_tokens
     return [
-        f"loaded {service.model_name}: {info.model_type}, {parameters} parameters, "
+        f"loaded {service.model_name}: {info.model_type}, {parameters} parameters{mtp}, "
         f"{weights} of weights in {info.dtype} on {info.device}, "
         f"attention by {info.attention_backend}",
         *(f"  {note}" for note in (*info.notes, *service.notes)),

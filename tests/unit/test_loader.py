@@ -14,7 +14,7 @@ from minidsa.model import loader
 from minidsa.model.checkpoint import INDEX, SINGLE, CheckpointError, read_config
 from minidsa.model.config import parse_config
 from minidsa.model.deepseek import DeepseekModel
-from minidsa.model.loader import check_checkpoint
+from minidsa.model.loader import check_checkpoint, load_weights
 from minidsa.model.make_checkpoint import PRESETS, write_random_checkpoint
 from minidsa.model.names import name_table, needed_shapes
 
@@ -146,6 +146,19 @@ def test_conf_06_mtp_tensors_are_skipped_and_other_layers_refused(single, caplog
     refused(single, name, "num_hidden_layers = 4")
 
 
+@pytest.mark.parametrize(
+    ("with_mtp", "stored", "use"),
+    [(False, True, "unused"), (True, True, "loaded"), (False, False, "none")],
+)
+def test_what_becomes_of_an_mtp_layer_is_known(single, with_mtp, stored, use):
+    if not stored:
+        edit(single, lambda t: [t.pop(n) for n in list(t) if n.startswith("model.layers.4.")])
+    checked = check_checkpoint(single, read_config(single), with_mtp=with_mtp)
+    assert checked.mtp_layer == use
+    if with_mtp:
+        assert load_weights(checked, torch.float32, torch.device("cpu")).mtp is not None
+
+
 def test_conf_04_mtp_layers_load_with_or_without_copies(single):
     copies = ("model.layers.4.embed_tokens.weight", "model.layers.4.shared_head.head.weight")
     check(single)
@@ -200,12 +213,13 @@ def test_a_head_that_differs_from_its_embedding_is_used_and_told(single):
     assert "lm_head.weight" in check(single)
 
 
-@pytest.mark.parametrize("preset", ["default", "tied"])
-def test_the_names_that_are_needed_are_those_of_the_table(preset):
-    config = parse_config(dict(PRESETS["default"]) | {"tie_word_embeddings": preset == "tied"})
-    model = DeepseekModel(config, torch.float32, torch.device("meta"))
+@pytest.mark.parametrize("with_mtp", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_names_that_are_needed_are_those_of_the_table(tied, with_mtp):
+    config = parse_config(dict(PRESETS["default"]) | {"tie_word_embeddings": tied})
+    model = DeepseekModel(config, torch.float32, torch.device("meta"), with_mtp=with_mtp)
     table = {name: entry.shape for name, entry in name_table(model).items()}
-    assert dict(needed_shapes(config)) == table
+    assert dict(needed_shapes(config, with_mtp=with_mtp)) == table
 
 
 HUGE = {

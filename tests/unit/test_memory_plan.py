@@ -167,15 +167,15 @@ def test_ops_12_a_model_that_does_not_fit_is_refused_with_the_numbers():
 
 
 def test_a_step_that_is_too_large_is_a_setting_and_told_what_would_fit():
-    def steps_of(tokens: int):
-        return {"scheduler": SchedulerConfig(max_num_batched_tokens=tokens)}
+    def plan_steps_of(tokens: int):
+        plan(MOONLIGHT, 40 * GIB, scheduler=SchedulerConfig(max_num_batched_tokens=tokens))
 
     with pytest.raises(SettingError, match=r"max_num_batched_tokens of about ([0-9]+)") as caught:
-        plan(MOONLIGHT, 40 * GIB, **steps_of(1 << 24))
+        plan_steps_of(1 << 24)
     fitting = int(str(caught.value).rpartition(" ")[2])
-    plan(MOONLIGHT, 40 * GIB, **steps_of(int(0.95 * fitting)))
+    plan_steps_of(int(0.95 * fitting))
     with pytest.raises(SettingError):
-        plan(MOONLIGHT, 40 * GIB, **steps_of(int(1.1 * fitting)))
+        plan_steps_of(int(1.1 * fitting))
 
 
 def test_pages_beyond_the_memory_are_refused_before_anything_is_loaded():
@@ -200,7 +200,9 @@ def test_a_plan_needs_a_config_alone_and_names_how_many_devices_would_do(tmp_pat
     with pytest.raises(DoesNotFit, match=r"16 of them would do: --tp 16$"):
         plan_lines(config, "h200", 1)
     lines = plan_lines(config, "h200", 16)
-    assert lines[0].startswith("memory: ") and any("672B parameters" in line for line in lines)
+    assert lines[0].startswith("memory: ") and any(
+        "684B parameters" in line and "MTP layer" in line for line in lines
+    )
     with pytest.raises(SettingError, match="h300 is not known; there are: b200, h200"):
         plan_lines(config, "h300", 1)
 
