@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from .config import IndexerConfig, ModelConfig, MoeConfig
 
-
 # Columns of a weight that a CPU keeps in a second form, for few rows.
 NARROW_UP_TO = 512
 

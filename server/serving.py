@@ -246,7 +246,8 @@ def make_service(
     keyring: Keyring | None,
 ) -> Service:
     """The parts of a server whose model is loaded."""
-    name = config.served_model_name or Path(config.engine.model).resolve().name
+    directory = Path(config.engine.model)
+    name = config.served_model_name or directory.resolve().name
     return Service(
         config=config,
         model_name=name,
