@@ -5,10 +5,11 @@ behind everything. Nothing here counts on a distribution: the k-th best key is f
 
 One program keeps a row (or a piece of one) in registers as int32 keys that order like the scores.
 It narrows [low, high) until exactly k keys are at least `low`, or until the two are neighbours
-and the keys equal to `low` are ties, which are taken by position. A pivot is guessed between the
-two counts, in turn with the middle of the interval: of values at first, of keys later, which ends
-after at most 31 halvings whatever the scores are. A second walk over the row, which is in the L2
-cache by then, packs what was chosen.
+and the keys equal to `low` are ties, which are taken by position. The first pivots take scores for
+normal, which sums over many heads nearly are: 6 counts instead of 15 find the best 512 or 2048 of
+30,000 such sums. Later ones are guessed between the two counts, in turn with the middle of the
+interval: of values at first, of keys then, which ends after at most 31 halvings whatever the scores
+are. One scan of counts then says where each thread writes what it has of the chosen.
 
 Rows longer than BLOCK_MAX are cut: every piece gives its own best k, in order of position, and the
 same kernel selects among these. A piece's best k hold all that the row's best k has of it, and
@@ -23,15 +24,20 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from .launch import ceil_div, jit, power_of_two
+from .launch import ceil_div, jit, multiprocessors, power_of_two
+from .topk_write import position_of, prefetch_row, ranks, write_chosen
 
 K_MAX = 2048
-# 32 keys in each of 1024 threads: half of a Hopper multiprocessor's registers.
+# 64 keys in each of 512 threads: half of a Hopper multiprocessor's registers.
 BLOCK_MAX: tl.constexpr = tl.constexpr(32768)
+KEYS_OF_A_WARP = 2048
 # Rows to have before the first cut of long ones makes the longest pieces.
 MANY_PIECES = 64
 
-# Below every key of a score, -inf included; different halves, see _threshold.
+# Pivots that take scores for normal.
+GUESSES: tl.constexpr = tl.constexpr(3)
+
+# Below every key of a score, -inf included; different halves, see _choose.
 OUTSIDE: tl.constexpr = tl.constexpr(-(2**31))
 NAN_KEY: tl.constexpr = tl.constexpr(-(2**31) + 2)
 
@@ -117,10 +123,12 @@ def _launch(
 ) -> None:
     scores_TL, (visible_T, length) = source.scores_TL, visible
     rows, columns = scores_TL.shape
-    block = max(power_of_two(min(piece, columns)), 128)
-    num_warps = max(4, min(32, block // 1024))
+    block = max(power_of_two(min(piece, columns)), 1024)
+    num_warps = max(4, block // KEYS_OF_A_WARP)
     aligned = not any(size % 4 for size in (columns, piece, scores_TL.stride(0)))
     places, best = out
+    compiled = takes_assembly(scores_TL.device)
+    at_once = multiprocessors(scores_TL.device)
     _select[(rows, ceil_div(max(columns, 1), piece))](
         scores_TL,
         source.positions_TL,
@@ -140,23 +148,29 @@ def _launch(
         PAGE=slots.page_size if slots else 1,
         ALIGN=4 if aligned else 1,
         BLOCK=block,
-        TILE=min(block, num_warps * 128),
+        LANES=32 * num_warps,
+        COMPILED=compiled,
+        AHEAD=at_once if compiled and rows > at_once else 0,
         num_warps=num_warps,
     )
 
 
+def takes_assembly(device: torch.device) -> bool:
+    """Whether kernels for it may hold PTX: not in the interpreter, not on AMD's GPUs."""
+    return device.type == "cuda" and torch.version.cuda is not None
+
+
 @jit
-def _keys_of(scores, inside):
-    """int32 that orders like the scores: -0.0 as 0.0, NaN below -inf, places outside lowest."""
+def _keys_of(scores):
+    """int32 that orders like the scores, NaN apart: -0.0 as 0.0."""
     bits = (scores + 0.0).to(tl.int32, bitcast=True)
-    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    keys = tl.where(scores != scores, NAN_KEY, keys)
-    return tl.where(inside, keys, OUTSIDE)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @jit
-def _load(scores_ptr, columns, count, ALIGN: tl.constexpr):
+def _load(scores_ptr, count, ALIGN: tl.constexpr, BLOCK: tl.constexpr):
     """Scores, and which of them count. Up to ALIGN - 1 more are read, so that loads are wide."""
+    columns = tl.arange(0, BLOCK)
     readable = (count + ALIGN - 1) // ALIGN * ALIGN
     return tl.load(scores_ptr + columns, mask=columns < readable, other=0.0), columns < count
 
@@ -167,66 +181,108 @@ def _value_of(key):
 
 
 @jit
-def _pivot(low, high, count_low, count_high, k, turn):
-    """A half key inside (low, high): guessed from the counts on odd turns, else the middle."""
+def _normal_guess(scores_ptr, count, k, SAMPLE: tl.constexpr):
+    """Where the k-th best of `count` normal scores is, and how many lie in a unit there.
+
+    Mean and deviation are those of an even sample; the quantile is Abramowitz and Stegun's 26.2.23.
+    """
+    columns = tl.arange(0, SAMPLE) * tl.maximum(count // SAMPLE, 1)
+    inside = columns < count
+    sample = tl.load(scores_ptr + columns, mask=inside, other=0.0)
+    size = tl.minimum(count, SAMPLE).to(tl.float32)
+    mean = tl.sum(sample) / size
+    apart = tl.where(inside, sample - mean, 0.0)
+    deviation = tl.sqrt(tl.sum(apart * apart) / size)
+    share = (k + 0.0) / count
+    t = tl.sqrt(-2.0 * tl.log(tl.minimum(share, 1.0 - share)))
+    above = 2.515517 + t * (0.802853 + t * 0.010328)
+    z = t - above / (1.0 + t * (1.432788 + t * (0.189269 + t * 0.001308)))
+    density = count * 0.398942 * tl.exp(-0.5 * z * z) / deviation
+    return mean + tl.where(share < 0.5, z, -z) * deviation, density
+
+
+@jit
+def _pivot(low, high, count_low, count_high, k, turn, guess):
+    """A half key inside (low, high): from `guess` in the first turns; then guessed from the counts
+    on odd turns, else the middle."""
     middle = (low + high) >> 1
     bottom = _value_of(low << 1)
     share = (count_low - k).to(tl.float32) / (count_low - count_high).to(tl.float32)
     share = tl.where(turn % 2 == 1, share, 0.5)
-    guess = bottom + (_value_of(high << 1) - bottom) * share
-    finite = (guess - guess) == 0.0
-    bits = tl.where(finite, guess, 0.0).to(tl.int32, bitcast=True)
-    bits = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> 1
+    between = bottom + (_value_of(high << 1) - bottom) * share
+    value = tl.where(turn <= GUESSES, guess, between)
+    finite = (value - value) == 0.0
+    half = _keys_of(tl.where(finite, value, 0.0)) >> 1
     by_value = finite & ((turn % 2 == 1) | (turn < 8))
-    pivot = tl.where(by_value, bits, middle)
+    pivot = tl.where(by_value, half, middle)
     return tl.minimum(tl.maximum(pivot, low + 1), high - 1)
 
 
 @jit
-def _count_above(scores_ptr, count, key, ALIGN: tl.constexpr, TILE: tl.constexpr):
-    found = tl.zeros((TILE,), tl.int32)
-    first = 0
-    while first < count:
-        columns = first + tl.arange(0, TILE)
-        scores, inside = _load(scores_ptr, columns, count, ALIGN)
-        found += (_keys_of(scores, inside) > key).to(tl.int32)
-        first += TILE
-    return tl.sum(found)
-
-
-@jit
-def _threshold(scores_ptr, count, k, ALIGN: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """(low, strict, ties) of more than k scores: the k best are all keys at or above `strict` and
-    the first `ties` of those from `low` on."""
-    columns = tl.arange(0, BLOCK)
-    scores, inside = _load(scores_ptr, columns, count, ALIGN)
-    # Half keys: their differences do not overflow, and the sign of a difference counts.
-    halves = _keys_of(scores, inside) >> 1
+def _search(halves, count, k, guess, density, BLOCK: tl.constexpr):
+    """(low, count_low, count_high): exactly k half keys are at least `low`, or more than k are and
+    fewer than k are above it; count_high then says how many."""
+    low = NAN_KEY >> 1
     high = tl.max(halves) + 1
-    low = tl.min(tl.where(inside, halves, 0x3FFFFFFF))
     count_low = count
     count_high = 0
     turn = 1
     while (high - low > 1) & (count_low != k):
-        pivot = _pivot(low, high, count_low, count_high, k, turn)
+        pivot = _pivot(low, high, count_low, count_high, k, turn, guess)
+        # The differences of half keys do not overflow: their signs count.
         above = BLOCK + tl.sum((halves - pivot) >> 31)
+        # Past the aim by half of the step, so that the next count comes from the other side.
+        guess += 1.5 * (above - k).to(tl.float32) / density
         enough = above >= k
         low = tl.where(enough, pivot, low)
         count_low = tl.where(enough, above, count_low)
         high = tl.where(enough, high, pivot)
         count_high = tl.where(enough, count_high, above)
         turn += 1
-    low = low << 1
-    strict = low
-    ties = 0
-    if count_low != k:
-        # The half key stands for two keys, low and low + 1. Rare, or a row full of ties.
-        above = _count_above(scores_ptr, count, low, ALIGN, TILE)
+    return low, count_low, count_high
+
+
+@jit
+def _choose(
+    row,
+    start,
+    count,
+    k,
+    PAGE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Write the best k of more than k scores. row: the pointers of `write_chosen`."""
+    rounds: tl.constexpr = BLOCK // (4 * LANES)
+    scores_ptr = row[0] + start
+    scores, inside = _load(scores_ptr, count, ALIGN, BLOCK)
+    # NaN and what is outside are told apart only where NaN is chosen.
+    halves = tl.where(inside & (scores == scores), _keys_of(scores), NAN_KEY) >> 1
+    guess, density = _normal_guess(scores_ptr, count, k, LANES)
+    low, count_low, count_high = _search(halves, count, k, guess, density, BLOCK)
+    if count_low == k:
+        shaped = tl.reshape(halves, (rounds, LANES, 4))
+        places = ranks((shaped >= low).to(tl.int32), LANES)
+        write_chosen(row, places, shaped, low, start, PAGE, COMPILED)
+    else:
+        # The half key stands for two keys, low and low + 1: few rows, or rows full of ties.
+        low = low << 1
+        again, within = _load(scores_ptr, count, ALIGN, BLOCK)
+        keys = tl.where(again == again, _keys_of(again), NAN_KEY)
+        keys = tl.where(within, keys, OUTSIDE)
+        above = tl.sum((keys > low).to(tl.int32))
         upper = above >= k
-        strict = tl.where(upper, low + 2, low + 1)
+        tie_key = tl.where(upper, low + 1, low)
         ties = k - tl.where(upper, count_high, above)
-        low = tl.where(upper, low + 1, low)
-    return low, strict, ties
+        keys = tl.reshape(keys, (rounds, LANES, 4))
+        sure = (keys > tie_key).to(tl.int32)
+        tie = (keys == tie_key).to(tl.int32)
+        tied = ranks(tie, LANES)
+        taken = ranks(sure, LANES) + tl.minimum(tied, ties)
+        marks = sure | tl.where(tied < ties, tie, 0)
+        write_chosen(row, taken, marks, 1, start, PAGE, COMPILED)
 
 
 @jit
@@ -259,20 +315,27 @@ def _select(
     PAGE: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
+    LANES: tl.constexpr,
+    COMPILED: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Program (t, s): the best k of columns s * piece ... of row t, into columns s * k ... of out.
 
     positions_ptr: what the columns stand for, themselves where None. best_ptr: where not None, the
     chosen scores. table_ptr: where not None, positions are written as cache slots. ALIGN divides
-    the columns of a row, piece and score_stride.
+    the columns of a row, piece and score_stride. LANES: threads of the program. AHEAD: how many
+    rows are at work at once, 0 where all are.
     """
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * piece
     seen = tl.maximum(tl.minimum(tl.load(visible_ptr + row), length), 0)
     count = _num_candidates(seen, first_piece, later_cuts, k) - start
     count = tl.maximum(tl.minimum(count, piece), 0)
-    scores_ptr += row * score_stride + start
+    if COMPILED and AHEAD > 0:
+        # The row that this multiprocessor will probably take next.
+        later = row + AHEAD
+        prefetch_row(scores_ptr + later * score_stride + start, later, count, BLOCK)
+    scores_ptr += row * score_stride
     out_ptr += row * out_stride + tl.program_id(1) * k
     if positions_ptr is not None:
         positions_ptr += row * score_stride
@@ -281,56 +344,20 @@ def _select(
     if table_ptr is not None:
         table_ptr += tl.load(request_ptr + row).to(tl.int64) * table_stride
 
-    # Few enough: all that are inside.
-    low = OUTSIDE + 1
-    strict = OUTSIDE + 1
-    ties = 0
-    if count > k:
-        low, strict, ties = _threshold(scores_ptr, count, k, ALIGN, BLOCK, TILE)
-
-    taken = 0
-    tied = 0
-    first = 0
-    while first < count:
-        columns = first + tl.arange(0, TILE)
-        scores, inside = _load(scores_ptr, columns, count, ALIGN)
-        keys = _keys_of(scores, inside)
-        sure = keys >= strict
-        tie = (keys >= low) & (keys < strict)
-        # Both ranks from one scan: TILE is at most 4096, so neither half overflows.
-        marks = sure.to(tl.int32) + (tie.to(tl.int32) << 16)
-        ranks = tl.cumsum(marks, 0) - marks
-        rank_tie = tied + (ranks >> 16)
-        place = taken + (ranks & 0xFFFF) + tl.minimum(rank_tie, ties)
-        chosen = sure | (tie & (rank_tie < ties))
-        position = _position(positions_ptr, table_ptr, start + columns, chosen, PAGE)
-        tl.store(out_ptr + place, position, mask=chosen)
-        if best_ptr is not None:
-            tl.store(best_ptr + place, scores, mask=chosen)
-        sums = tl.sum(marks)
-        taken += sums & 0xFFFF
-        tied += sums >> 16
-        first += TILE
-    if best_ptr is None:
-        _fill(out_ptr, tl.minimum(count, k), k, TILE)
-
-
-@jit
-def _position(positions_ptr, table_ptr, columns, chosen, PAGE: tl.constexpr):
-    """What is written for a chosen column: its position in the row, or that position's slot."""
-    position = columns
-    if positions_ptr is not None:
-        position = tl.load(positions_ptr + columns, mask=chosen, other=0)
-    if table_ptr is not None:
-        page = tl.load(table_ptr + position // PAGE, mask=chosen, other=0)
-        position = page * PAGE + position % PAGE
-    return position
-
-
-@jit
-def _fill(out_ptr, first, k, TILE: tl.constexpr):
-    """-1 into the places behind the chosen ones."""
-    while first < k:
-        columns = first + tl.arange(0, TILE)
-        tl.store(out_ptr + columns, tl.full((TILE,), -1, tl.int32), mask=columns < k)
-        first += TILE
+    if count <= k:
+        # All that are inside, and -1 behind them where nothing reads on.
+        first = 0
+        while first < k:
+            places = first + tl.arange(0, LANES)
+            inside = places < count
+            found = position_of(
+                positions_ptr, table_ptr, start + places, count - places, 1, PAGE, COMPILED
+            )
+            tl.store(out_ptr + places, tl.where(inside, found, -1), mask=places < k)
+            if best_ptr is not None:
+                scores = tl.load(scores_ptr + start + places, mask=inside, other=0.0)
+                tl.store(best_ptr + places, scores, mask=inside)
+            first += LANES
+    else:
+        pointers = (scores_ptr, positions_ptr, table_ptr, out_ptr, best_ptr)
+        _choose(pointers, start, count, k, PAGE, ALIGN, BLOCK, LANES, COMPILED)

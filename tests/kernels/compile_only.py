@@ -16,7 +16,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from minidsa.attention.kernels import indexer_logits_hopper
+from minidsa.attention.kernels import indexer_logits_hopper, topk_triton
 from minidsa.attention.kernels.cache_write import (
     IndexWrite,
     LatentWrite,
@@ -66,6 +66,7 @@ class CompileOnly:
 def compile_index_scores() -> None:
     pages, table = new_index_pages(3, 64, 128, CPU), torch.zeros(1, 2, dtype=torch.int32)
     plain = PlainIndexPages(torch.zeros(3, 64, 128, dtype=torch.bfloat16))
+    table = table[:, :1]
     for heads, tokens in ((64, 1), (64, 2), (64, 9), (32, 1), (32, 9)):
         groups = query_groups([tokens], heads, CPU)
         out, visible = torch.zeros(tokens, 128), torch.ones(tokens, dtype=torch.int32)
@@ -83,6 +84,8 @@ def compile_top_k() -> None:
         scores, visible = torch.zeros(2, length), torch.ones(2, dtype=torch.int32)
         select_top_k(scores, visible, 2048, slots=slots)
         select_top_k(scores[:, :-1], visible, 512)
+    # Sizes of 1 are constants to the compiler.
+    select_top_k(torch.zeros(200, 1), torch.ones(200, dtype=torch.int32), 1, slots=slots)
 
 
 def compile_cache_writes() -> None:
@@ -105,8 +108,9 @@ def compile_cache_writes() -> None:
 def main() -> None:
     driver: Any = CompileOnly()
     triton.runtime.driver.set_active(driver)
-    # What the kernel is made for cannot be asked of a CPU tensor.
+    # What kernels are made for cannot be asked of a CPU tensor.
     indexer_logits_hopper.suits = lambda *args: True
+    topk_triton.takes_assembly = lambda device: True
     for compile_kernels in (compile_index_scores, compile_top_k, compile_cache_writes):
         compile_kernels()
 

@@ -9,8 +9,10 @@ from minidsa.attention.kernels.topk_triton import PagedSlots, select_top_k
 
 INF, NAN = float("inf"), float("nan")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# The interpreter computes guesses between infinities with numpy, which says so.
-pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")
+# The interpreter guesses with numpy, which tells of infinities.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:(invalid value|overflow|divide by zero):RuntimeWarning"
+)
 
 
 def check(scores: torch.Tensor, visible: list[int], k: int) -> None:
