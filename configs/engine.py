@@ -18,8 +18,16 @@ class SchedulerConfig:
     """Requests that run at once."""
     max_num_batched_tokens: int | None = None
     """Tokens computed in one step, prompt chunks and decodes together."""
+    max_prefill_tokens: int | None = None
+    """Prompt tokens of a step in which other requests decode; this is how long a decode waits."""
+    prefill_order: Literal["shortest", "oldest"] = "shortest"
+    """Which prompt is computed first: the one with the least work left, or the first come."""
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    """Who starts first: the first come, or as the field `priority` of the requests says."""
     max_queue: int = 1024
     """Requests in flight beyond `max_num_seqs`; one more is answered 503."""
+    queue_timeout: float | None = None
+    """Seconds that a request may wait to start before it is answered 503; no bound if not given."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,8 @@ class CacheConfig:
     """Pages that can be handed out; sized from free memory when not given."""
     memory_fraction: float = 0.5
     """Share of the memory left after the weights that the cache may take when it is sized."""
+    prefix_reuse: bool = True
+    """Whether rows of a prompt that was computed before are used again."""
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     cache_bytes_per_token: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_prefill_tokens: int
     speculative: Literal["none", "mtp", "ngram"]
     num_speculative_tokens: int
     notes: list[str]

@@ -15,6 +15,8 @@ from .setting_error import SettingError
 
 PAGE_SIZES = (("cpu", 16), ("cuda", 64))
 TOKEN_BUDGETS = (("cpu", 512), ("cuda", 8192))
+PREFILL_SHARE = 4
+"""A step with decodes computes this many times fewer prompt tokens than one without."""
 MOST_DRAFTS = 7
 DRAFTS = (("mtp", 3), ("ngram", 4))
 MAX_SECONDS = 86400
@@ -36,6 +38,7 @@ def validate(config: EngineConfig) -> None:
     ranges = (
         ("max_num_seqs", scheduler.max_num_seqs, 1, 1 << 20),
         ("max_num_batched_tokens", scheduler.max_num_batched_tokens, 1, 1 << 24),
+        ("max_prefill_tokens", scheduler.max_prefill_tokens, 1, 1 << 24),
         ("max_queue", scheduler.max_queue, 1, 1 << 24),
         ("page_size", cache.page_size, 1, 1 << 16),
         ("num_pages", cache.num_pages, 1, None),
@@ -53,9 +56,10 @@ def validate(config: EngineConfig) -> None:
         ("hang_timeout", config.hang_timeout),
         ("load_timeout", config.load_timeout),
         ("warm_up_timeout", config.warm_up_timeout),
+        ("queue_timeout", scheduler.queue_timeout),
     )
     for name, seconds in timeouts:
-        if not 0 < seconds <= MAX_SECONDS:
+        if seconds is not None and not 0 < seconds <= MAX_SECONDS:
             raise SettingError(f"{name} is {seconds:g}; it must be positive and at most a day")
 
 
@@ -200,7 +204,17 @@ def _resolve_budget(config: EngineConfig, notes: list[str]) -> EngineConfig:
             "max_num_batched_tokens must hold a token of each running request"
         )
         seats = budget
-    return _with(config, "scheduler", max_num_seqs=seats, max_num_batched_tokens=budget)
+    chunk = config.scheduler.max_prefill_tokens
+    if chunk is None:
+        chunk = max(1, budget // PREFILL_SHARE)
+        notes.append(f"max_prefill_tokens {chunk}: beside decodes, so that none waits for long")
+    return _with(
+        config,
+        "scheduler",
+        max_num_seqs=seats,
+        max_num_batched_tokens=budget,
+        max_prefill_tokens=chunk,
+    )
 
 
 def _choose_pages(

@@ -3,13 +3,21 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from .prefix_cache import KeyChain
+
 
 @dataclass
 class BlockTable:
-    """Token i of the request lives in page i // page_size at offset i % page_size."""
+    """Token i of the request lives in page i // page_size at offset i % page_size.
+
+    chain: the keys of its full pages; None for a request that neither uses nor leaves cached rows.
+    num_shared: leading pages that others may hold as well, so that nobody writes to them any more.
+    """
 
     page_size: int
     pages: list[int] = field(default_factory=list)
+    chain: KeyChain | None = None
+    num_shared: int = 0
 
     @property
     def capacity(self) -> int:

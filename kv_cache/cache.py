@@ -1,43 +1,136 @@
-"""The cache as the scheduler uses it: grow a block table, give it back, check the books."""
+"""The cache as the scheduler uses it: admit, grow, publish and release block tables.
 
-from collections.abc import Iterable
+Pages that are free, and idle pages of the prefix cache, are equally good to a request that needs
+room: free ones are taken first, then the idle ones in the order of their last use.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
 from .block_table import BlockTable
 from .pool import PagePool
+from .prefix_cache import KeyChain, PrefixCache, root_key
+
+Tokens = Callable[[int, int], Sequence[int]]
+"""Ids of the tokens start..stop-1 of a request."""
 
 
 class KvCache:
-    """Pages of `page_size` tokens, handed to block tables."""
+    """Pages of `page_size` tokens, handed to block tables and found again by their tokens."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, reuses_prefixes: bool = True) -> None:
         self.pool = PagePool(num_pages)
+        self.prefix = PrefixCache()
         self.page_size = page_size
+        self.reuses_prefixes = reuses_prefixes
+        self.num_evictions = 0  # idle pages that were given up because pages were short
 
     @property
     def num_tokens(self) -> int:
         """Tokens that fit when nothing is cached."""
         return self.pool.num_pages * self.page_size
 
+    @property
+    def num_available(self) -> int:
+        """Pages that nobody holds."""
+        return self.pool.num_free + self.prefix.num_idle
+
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
+    def new_table(self, salts: Sequence[str] = (), reuse: bool = True) -> BlockTable:
+        """An empty table, which shares pages with tables of the same salts alone.
+
+        reuse: False for a table that shares none.
+        """
+        table = BlockTable(self.page_size)
+        if reuse and self.reuses_prefixes:
+            table.chain = KeyChain(root_key(*salts), self.page_size)
+        return table
+
+    def admit(
+        self, table: BlockTable, tokens: Tokens, num_tokens: int, spare: int, reads: bool = True
+    ) -> int | None:
+        """Fill an empty table with pages for `num_tokens`, those of a cached prefix first.
+
+        The last token is never taken from the cache: the next one is chosen from its logits.
+        spare: pages that must stay available. reads: whether cached rows may stand for computed
+        ones. Returns how many tokens are cached; None, with nothing taken, if pages are short.
+        """
+        found = self._find(table, tokens, num_tokens) if reads else []
+        missing = self.pages_for(num_tokens) - len(found)
+        if missing + spare > self.num_available - self.prefix.count_idle(found):
+            return None
+        self.prefix.wake(found)
+        self.pool.share(found)
+        table.pages = found + self._take(missing)
+        table.num_shared = len(found)
+        return len(found) * self.page_size
+
     def grow(self, table: BlockTable, num_tokens: int, spare: int = 0) -> bool:
-        """Make room for `num_tokens` in all and leave `spare` pages free.
+        """Make room for `num_tokens` in all and leave `spare` pages available.
 
         False, with nothing taken, if pages are short.
         """
         missing = self.pages_for(num_tokens) - len(table.pages)
-        if missing + spare > self.pool.num_free:
+        if missing + spare > self.num_available:
             return False
         if missing > 0:
-            table.pages.extend(self.pool.take(missing))
+            table.pages.extend(self._take(missing))
         return True
+
+    def publish(self, table: BlockTable, tokens: Tokens, num_computed: int) -> None:
+        """Let others find the full pages among the first `num_computed` tokens."""
+        full, chain = num_computed // self.page_size, table.chain
+        if chain is None or full <= table.num_shared:
+            return
+        if chain.num_tokens < full * self.page_size:
+            chain.extend(tokens(chain.num_tokens, full * self.page_size))
+        for i in range(table.num_shared, full):
+            self.prefix.publish(table.pages[i], chain.keys[i])
+        table.num_shared = full
 
     def release(self, table: BlockTable) -> None:
         """Give back every page of the table, which is empty afterwards."""
-        self.pool.release(table.pages)
+        self.prefix.rest(self.pool.release(table.pages, kept=self.prefix))
         table.pages.clear()
+        table.num_shared = 0
+
+    def discard(self, table: BlockTable) -> None:
+        """Release a table whose rows nobody must use again."""
+        self.prefix.forget(table.pages[: table.num_shared])
+        self.release(table)
+
+    def flush(self) -> None:
+        """Forget every cached row; pages that are held stay with their holders."""
+        for page in self.prefix.clear():
+            self.pool.reclaim(page)
 
     def check(self, tables: Iterable[BlockTable]) -> None:
-        """Raise RuntimeError if any page is lost, held twice or held by nobody."""
-        self.pool.check(table.pages for table in tables)
+        """Raise RuntimeError if a page is lost, held by nobody, or written by one of its holders.
+
+        What a table may still write to belongs to it alone.
+        """
+        tables = list(tables)
+        self.pool.check((table.pages for table in tables), self.prefix.idle)
+        self.prefix.check()
+        holders = Counter(page for table in tables for page in table.pages)
+        own = [page for table in tables for page in table.pages[table.num_shared :]]
+        if any(holders[page] > 1 or page in self.prefix for page in own):
+            raise RuntimeError("a page that can be written is shared")
+
+    def _find(self, table: BlockTable, tokens: Tokens, num_tokens: int) -> list[int]:
+        chain = table.chain
+        if chain is None:
+            return []
+        full = (num_tokens - 1) // self.page_size
+        if len(chain.keys) < full:
+            chain.extend(tokens(chain.num_tokens, full * self.page_size))
+        return self.prefix.find(chain.keys[:full])
+
+    def _take(self, count: int) -> list[int]:
+        for _ in range(count - self.pool.num_free):
+            page, _ = self.prefix.give_up()
+            self.pool.reclaim(page)
+            self.num_evictions += 1
+        return self.pool.take(count)

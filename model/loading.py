@@ -125,7 +125,7 @@ def _assemble(
     # One page more than can be handed out: page 0 is where padding writes.
     storage = CacheStorage(layout, num_pages + 1, page_size, model.dtype, model.device)
     backend = choice.build(storage, None if indexer is None else indexer.topk)
-    kv_cache = KvCache(num_pages, page_size)
+    kv_cache = KvCache(num_pages, page_size, config.cache.prefix_reuse)
     info = EngineInfo(
         model_type=model.config.model_type,
         vocab_size=model.config.vocab_size,
@@ -141,6 +141,7 @@ def _assemble(
         cache_bytes_per_token=layout.bytes_per_token(model.dtype.itemsize),
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=_chosen(config.scheduler.max_num_batched_tokens),
+        max_prefill_tokens=_chosen(config.scheduler.max_prefill_tokens),
         speculative=_drafter(config),
         num_speculative_tokens=_chosen(config.speculative.num_tokens),
         notes=notes,

@@ -19,6 +19,8 @@ from .messages import (
     Abort,
     Command,
     Event,
+    FlushCache,
+    Flushed,
     Heartbeat,
     Outputs,
     RequestOutput,
@@ -83,9 +85,11 @@ class Engine:
                     outputs.append(self._submit(command))
                 case Abort(request_id):
                     outputs.append(self._scheduler.abort(request_id))
+                case FlushCache():
+                    self._link.send(Flushed(self._scheduler.flush_cache()))
                 case Shutdown():
                     return None
-        return [output for output in outputs if output is not None]
+        return [output for output in outputs if output is not None] + self._scheduler.expire()
 
     def _submit(self, submit: Submit) -> RequestOutput | None:
         try:

@@ -15,7 +15,23 @@ from ..configs.sampling import SamplingParams
 
 # "complete": the grammar of the request is satisfied and admits nothing more.
 FinishReason = Literal["stop", "complete", "length", "abort", "error"]
-ErrorKind = Literal["invalid", "overloaded", "internal"]
+ErrorKind = Literal["invalid", "overloaded", "timeout", "internal"]
+
+
+class Handling(msgspec.Struct, frozen=True):
+    """How a request is treated, beside what its tokens are.
+
+    Cached rows are shared between requests of equal `tenant` (named by the server) and equal
+    `cache_salt` (named by the client) alone. `uses_cache` false: rows of this request are neither
+    taken from the cache nor left in it. Of the requests of a tenant the one with the smallest
+    `priority` goes first. After `deadline_seconds` a request ends where it is.
+    """
+
+    tenant: str = ""
+    cache_salt: str = ""
+    uses_cache: bool = True
+    priority: int = 0
+    deadline_seconds: float | None = None
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
@@ -28,6 +44,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     prompt_ids: list[int]
     params: SamplingParams
     grammar: str | None = None
+    handling: Handling = Handling()
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -36,11 +53,15 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     request_id: str
 
 
+class FlushCache(msgspec.Struct, frozen=True, tag="flush_cache"):
+    """Forget every cached prefix; answered by Flushed."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave the loop once the current step is done; running requests are dropped."""
 
 
-Command = Submit | Abort | Shutdown
+Command = Submit | Abort | FlushCache | Shutdown
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -50,8 +71,9 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     `token_ids`. `prompt_logprobs` arrives once, with the first token (or with the end of a request
     that asked for none): one entry per prompt token but the first. `error` explains
     `finish_reason="error"`; its kind tells a request that can never be served (400), one that came
-    when the queue was full (503), and one that the engine failed to compute (500). `num_drafted`
-    tokens were verified for this output, of which the first `num_accepted` stand in `token_ids`.
+    when the queue was full or waited too long (503), and one that the engine failed to compute
+    (500). `num_drafted` tokens were verified for this output, of which the first `num_accepted`
+    stand in `token_ids`. `cached_tokens` counts the prompt tokens whose rows were in the cache.
     """
 
     request_id: str
@@ -63,6 +85,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     error_kind: ErrorKind | None = None
     num_drafted: int = 0
     num_accepted: int = 0
+    cached_tokens: int = 0
 
 
 class DraftStats(msgspec.Struct, frozen=True):
@@ -80,16 +103,25 @@ class DraftStats(msgspec.Struct, frozen=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """Gauges of now and counters since the start."""
+    """Gauges of now and counters since the start.
+
+    num_free_pages: pages that no request holds; idle pages of the prefix cache are among them.
+    num_prefix_queries, num_prefix_hits: prompt tokens of requests that looked into the cache, and
+    those of them that were found.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
     num_pages: int = 0  # that can be handed out: page 0 is not among them
     num_free_pages: int = 0
+    num_cached_pages: int = 0
     num_steps: int = 0
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     num_preemptions: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
+    num_evictions: int = 0
     drafts: DraftStats | None = None
 
 
@@ -122,6 +154,12 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     stats: EngineStats
 
 
+class Flushed(msgspec.Struct, frozen=True, tag="flushed"):
+    """The answer to FlushCache, in order; `done` is false where requests were in the engine."""
+
+    done: bool
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The engine cannot start or cannot go on; `message` is one line for the operator.
 
@@ -132,4 +170,4 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     is_setting: bool = False
 
 
-Event = Planned | Loaded | Ready | Outputs | Heartbeat | Failed
+Event = Planned | Loaded | Ready | Outputs | Heartbeat | Flushed | Failed

@@ -1,52 +1,84 @@
-"""Who goes next: first come, first served, and nobody overtakes.
+"""Who goes next: turns for tenants, places for priorities, and no way to starve.
 
-Preempted requests resume before anything new is admitted, the longest-waiting first. Every request
-that ever ran arrived before every one that did not, so the two lists together are ordered by age.
-A request at the head that does not fit yet holds the others back: that is what keeps it from
-starving.
+A request gets its rank when it arrives, and keeps it. Each tenant's requests take turns that grow
+by one, from the turn that was served last (self-clocked fair queueing, Golestani 1994): with one
+tenant that is first come, first served; a tenant that sends a hundred at once waits behind the
+first ones of others. A level of priority is worth a number of turns. So a request can be overtaken
+by a bounded number of later ones only, whatever they are.
+
+Waiting requests start in the order of their ranks, preempted ones among them. A request at the head
+that does not fit yet holds the others back: that is what keeps it from starving.
 """
 
-from bisect import insort
-from collections import deque
+from bisect import bisect_left, insort
 
-from .request import Request, State
+from .messages import Handling
+from .request import Rank, Request
 
-
-def age(request: Request) -> int:
-    """Sort key: the oldest request first."""
-    return request.arrival
+TURNS_A_LEVEL = 32
+"""A request of priority -1 is served as if it had come 32 requests of its tenant earlier."""
 
 
-class FcfsQueue:
-    """Requests that hold no pages: preempted ones in order of age, then the new ones."""
+def rank_of(request: Request) -> Rank:
+    """Sort key: who goes first."""
+    return request.rank
+
+
+class Ranking:
+    """Hands out ranks."""
 
     def __init__(self) -> None:
-        self._preempted: list[Request] = []
-        self._waiting: deque[Request] = deque()
+        self._served = 0
+        self._arrivals = 0
+        self._last_turn: dict[str, int] = {}
+
+    def assign(self, handling: Handling) -> Rank:
+        """The rank of a request that arrives now."""
+        turn = max(self._served, self._last_turn.get(handling.tenant, 0)) + 1
+        self._last_turn[handling.tenant] = turn
+        self._arrivals += 1
+        return Rank(turn + handling.priority * TURNS_A_LEVEL, self._arrivals, turn)
+
+    def serve(self, rank: Rank) -> None:
+        """A request of this rank starts to run."""
+        self._served = max(self._served, rank.turn)
+
+
+class RankedQueue:
+    """Requests that hold no pages, new and preempted ones, in the order of their ranks."""
+
+    def __init__(self) -> None:
+        self._requests: list[Request] = []
 
     def __len__(self) -> int:
-        return len(self._preempted) + len(self._waiting)
+        return len(self._requests)
 
     def add(self, request: Request) -> None:
-        """Queue a request: behind all others if it is new, by its age if it was preempted."""
-        if request.state is State.PREEMPTED:
-            insort(self._preempted, request, key=age)
-        else:
-            self._waiting.append(request)
+        insort(self._requests, request, key=rank_of)
 
     def head(self) -> Request | None:
         """The next request to run."""
-        if self._preempted:
-            return self._preempted[0]
-        return self._waiting[0] if self._waiting else None
-
-    def pop(self) -> Request:
-        """Take the head out; raises IndexError when the queue is empty."""
-        return self._preempted.pop(0) if self._preempted else self._waiting.popleft()
+        return self._requests[0] if self._requests else None
 
     def remove(self, request: Request) -> None:
         """Take a request out from anywhere; raises ValueError if it is not here."""
-        if request.state is State.PREEMPTED:
-            self._preempted.remove(request)
-        else:
-            self._waiting.remove(request)
+        index = bisect_left(self._requests, request.rank, key=rank_of)
+        if index == len(self._requests) or self._requests[index] is not request:
+            raise ValueError(f"request {request.request_id} does not wait")
+        del self._requests[index]
+
+
+class ShortestFirst:
+    """The order in which prompts share what a step has left: the least work first, with ageing.
+
+    A prompt that has waited since an earlier step counts as one chunk shorter for each step since,
+    so a long one is computed after a bounded number of short ones.
+    """
+
+    def __init__(self, chunk: int) -> None:
+        self._chunk = chunk
+
+    def key(self, request: Request) -> tuple[int, Rank]:
+        """Sort key: the prompt to compute first."""
+        remaining = request.num_tokens - request.num_computed
+        return remaining + self._chunk * request.since_step, request.rank

@@ -6,12 +6,12 @@ hold: a preempted request has outputs and yet must be computed from its first to
 
 import enum
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ..configs.logprobs import TokenLogprobs
-from ..configs.sampling import SamplingParams
 from ..kv_cache.block_table import BlockTable
 from .grammar import Matcher
-from .messages import FinishReason
+from .messages import FinishReason, Submit
 
 
 class State(enum.Enum):
@@ -46,21 +46,34 @@ class IllegalTransition(RuntimeError):
     """The books are wrong: a request was moved to a state it cannot reach from where it is."""
 
 
+class Rank(NamedTuple):
+    """Where a request stands among the others, see `policy`: the smallest goes first.
+
+    `arrival` tells apart those of equal place; `turn` is the place without the priority.
+    """
+
+    place: int
+    arrival: int
+    turn: int
+
+
 class Request:
     """Prompt and outputs, how far they are computed, and the pages that hold their rows.
 
-    `arrival` orders requests by age. `num_tokens` counts prompt and outputs. Of those tokens the
-    first `num_computed` are in the cache; the newest output never is before it was computed itself.
-    `draft_ids` are the model's guesses at what follows the newest output. `matcher` stands behind
-    the newest output, also through preemptions, which forget no tokens.
+    `rank` orders requests, `since_step` is the step at which they came. `num_tokens` counts prompt
+    and outputs. Of those tokens the first `num_computed` are in the cache; the newest output never
+    is before it was computed itself. `num_cached` prompt tokens were there already when the request
+    first ran; None before that. `draft_ids` are the model's guesses at what follows the newest
+    output. `matcher` stands behind the newest output, also through preemptions, which forget no
+    tokens.
     """
 
     __slots__ = (
         "__weakref__",
-        "arrival",
         "draft_ids",
         "finish_reason",
         "matcher",
+        "num_cached",
         "num_computed",
         "num_tokens",
         "output_ids",
@@ -68,32 +81,35 @@ class Request:
         "phase",
         "prompt_ids",
         "prompt_scores",
+        "rank",
         "request_id",
+        "since_step",
         "state",
         "table",
     )
 
     def __init__(
         self,
-        request_id: str,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        arrival: int,
-        page_size: int,
+        submit: Submit,
+        rank: Rank,
+        table: BlockTable,
+        since_step: int = 0,
         matcher: Matcher | None = None,
     ) -> None:
-        self.request_id = request_id
-        self.prompt_ids = prompt_ids
-        self.params = params
-        self.arrival = arrival
+        self.request_id = submit.request_id
+        self.prompt_ids: Sequence[int] = submit.prompt_ids
+        self.params = submit.params
+        self.rank = rank
+        self.since_step = since_step
         self.matcher = matcher
         self.state = State.WAITING
         self.phase = Phase.EXTEND
         self.output_ids: list[int] = []
-        self.num_tokens = len(prompt_ids)
+        self.num_tokens = len(submit.prompt_ids)
         self.num_computed = 0
         self.draft_ids: list[int] = []
-        self.table = BlockTable(page_size)
+        self.num_cached: int | None = None
+        self.table = table
         self.prompt_scores: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None
 
@@ -104,6 +120,11 @@ class Request:
         A request that asks for no tokens at all finishes when its scores are complete.
         """
         return self.params.prompt_logprobs is not None and not self.output_ids
+
+    @property
+    def has_run(self) -> bool:
+        """Whether it was ever started; a preempted request was."""
+        return self.num_cached is not None
 
     @property
     def newest(self) -> Sequence[int]:
@@ -118,12 +139,15 @@ class Request:
         outputs = self.output_ids[max(start - split, 0) : stop - split]
         return [*self.prompt_ids[start:], *outputs] if start < split else outputs
 
-    def admit(self) -> None:
-        """Start, or start again after a preemption: all known tokens are to be computed."""
+    def admit(self, num_cached: int) -> None:
+        """Start, or start again after a preemption: all tokens behind the cached are computed."""
         self._move(State.RUNNING)
+        self.num_computed = num_cached
+        if self.num_cached is None:
+            self.num_cached = num_cached
 
     def preempt(self) -> None:
-        """Lose every computed row; the caller takes the pages."""
+        """Lose the pages, which the caller takes, and with them every computed row."""
         self._move(State.PREEMPTED)
         self.phase = Phase.EXTEND
         self.num_computed = 0

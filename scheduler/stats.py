@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 
+from ..kv_cache.cache import KvCache
+from .messages import DraftStats, EngineStats
+from .roster import Roster
+
 
 @dataclass
 class Counters:
@@ -10,9 +14,34 @@ class Counters:
     num_prompt_tokens: prompt tokens of requests whose prompt was computed to the end, each prompt
         once, however often a preemption made it start over.
     num_generation_tokens: tokens that were sampled and sent.
+    num_prefix_queries, num_prefix_hits: prompt tokens of requests that looked into the prefix cache
+        when they first ran, and those that they found there.
     """
 
     num_steps: int = 0
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     num_preemptions: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
+
+
+def engine_stats(
+    roster: Roster, cache: KvCache, counters: Counters, drafts: DraftStats | None
+) -> EngineStats:
+    """The gauges of now and the counters, as they are sent."""
+    return EngineStats(
+        num_running=len(roster.running),
+        num_waiting=len(roster.queue),
+        num_pages=cache.pool.num_pages,
+        num_free_pages=cache.num_available,
+        num_cached_pages=len(cache.prefix),
+        num_steps=counters.num_steps,
+        num_prompt_tokens=counters.num_prompt_tokens,
+        num_generation_tokens=counters.num_generation_tokens,
+        num_preemptions=counters.num_preemptions,
+        num_prefix_queries=counters.num_prefix_queries,
+        num_prefix_hits=counters.num_prefix_hits,
+        num_evictions=cache.num_evictions,
+        drafts=drafts,
+    )

@@ -28,7 +28,7 @@ from .channel import EngineLink
 from .engine import Engine
 from .grammar import GrammarCompiler
 from .launch import Runner, launch
-from .messages import EngineInfo, Failed, Loaded, Planned, Ready, StartPlan, Submit
+from .messages import EngineInfo, Failed, Handling, Loaded, Planned, Ready, StartPlan, Submit
 from .recovery import EngineBroken
 from .scheduler import Scheduler
 from .speculative import new_speculation
@@ -122,6 +122,7 @@ def _scheduler(
         config.scheduler,
         max_num_seqs=info.max_num_seqs,
         max_num_batched_tokens=info.max_num_batched_tokens,
+        max_prefill_tokens=info.max_prefill_tokens,
     )
     speculation = new_speculation(
         info.speculative, info.num_speculative_tokens, adaptive=config.speculative.adaptive
@@ -146,7 +147,7 @@ def warm_up(runner: Runner, scheduler: Scheduler) -> None:
     length = max(1, min(WARM_UP_TOKENS, longest - 2))
     # Where the context holds no more than two tokens, the prefill is all there is.
     params = SamplingParams(max_tokens=2, seed=0, temperature=0.0)
-    scheduler.add(Submit("warm-up", [0] * length, params))
+    scheduler.add(Submit("warm-up", [0] * length, params, handling=Handling(uses_cache=False)))
     while step := scheduler.schedule():
         for output in scheduler.commit(step, launch(runner, step)):
             if output.error is not None:

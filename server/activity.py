@@ -34,6 +34,9 @@ def activity_line(before: EngineStats, now: EngineStats, seconds: float) -> str 
         f"{prompt / seconds:.0f} prompt and {output / seconds:.0f} output tokens/s; "
         f"{now.num_running} running, {now.num_waiting} waiting; cache {used:.0%} used"
     )
+    if queries := now.num_prefix_queries - before.num_prefix_queries:
+        hits = now.num_prefix_hits - before.num_prefix_hits
+        line += f", {hits / queries:.0%} of prompts found"
     if (accepted := _accepted(before, now)) is not None:
         line += f"; {accepted:.0%} of drafts accepted"
     return f"{line}; {preempted} preempted" if preempted else line

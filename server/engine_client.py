@@ -8,6 +8,7 @@ reader finds the outputs of several steps together.
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol
@@ -19,6 +20,8 @@ from ..scheduler.messages import (
     EngineStats,
     Event,
     Failed,
+    FlushCache,
+    Flushed,
     Heartbeat,
     Loaded,
     Outputs,
@@ -29,7 +32,7 @@ from ..scheduler.messages import (
     Submit,
 )
 from ..scheduler.process import EngineDied
-from .errors import ApiError, overloaded, unavailable
+from .errors import ApiError, overloaded, unavailable, waited_too_long
 
 _log = logging.getLogger(__name__)
 
@@ -128,6 +131,7 @@ class EngineClient:
         self._heartbeat_seconds = heartbeat_seconds
         self._hang_seconds = hang_seconds
         self._calls: dict[str, EngineCall] = {}
+        self._flushes: deque[asyncio.Future[bool]] = deque()
         self._reader: asyncio.Task[None] | None = None
         self._heard = time.monotonic()
         self._is_draining = False
@@ -221,6 +225,18 @@ class EngineClient:
         if self._calls.pop(request_id, None) is not None and not self.dead.is_set():
             self._end.send(Abort(request_id))
 
+    async def flush_cache(self) -> bool:
+        """Let the engine forget every cached prefix; False, with nothing done, while it is busy.
+
+        Raises ApiError when the engine is gone.
+        """
+        if self.dead.is_set():
+            raise unavailable(Health.DEAD.value)
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._flushes.append(answer)
+        self._end.send(FlushCache())
+        return await answer
+
     async def _read(self) -> None:
         try:
             while self._failure is None:
@@ -253,6 +269,10 @@ class EngineClient:
                 self.ready.set()
             case Heartbeat(stats):
                 self.stats = stats
+            case Flushed(done):
+                answer = self._flushes.popleft()
+                if not answer.done():  # its client may have left
+                    answer.set_result(done)
             case Failed(message):
                 self._fail(message)
             case _:
@@ -268,6 +288,10 @@ class EngineClient:
         self._calls.clear()
         for call in lost:
             call.lose()
+        while self._flushes:
+            answer = self._flushes.popleft()
+            if not answer.done():
+                answer.set_exception(unavailable(Health.DEAD.value))
 
 
 def fault_of(output: RequestOutput) -> ApiError:
@@ -275,4 +299,6 @@ def fault_of(output: RequestOutput) -> ApiError:
     _log.error("request %s failed: %s", output.request_id, output.error)
     if output.error_kind == "overloaded":
         return overloaded("The server is busy")
+    if output.error_kind == "timeout":
+        return waited_too_long()
     return ApiError(500, "The engine failed on this request", code="internal_error")

@@ -132,6 +132,11 @@ def overloaded(message: str) -> ApiError:
     return ApiError(503, message, code="server_overloaded", headers=_RETRY)
 
 
+def waited_too_long() -> ApiError:
+    text = "The request waited too long to be run"
+    return ApiError(503, text, code="queue_timeout", headers=_RETRY)
+
+
 def unavailable(message: str) -> ApiError:
     return ApiError(503, message, code="service_unavailable", headers=_RETRY)
 

@@ -14,7 +14,7 @@ from .errors import ApiError, invalid_value
 from .generation import Plan
 from .openai_stream import OpenAIStream
 from .protocol import CompletionRequest
-from .running import JSON, read_when_ready, run_plan
+from .running import JSON, handling_of, read_when_ready, run_plan
 from .service import Service
 
 
@@ -27,7 +27,7 @@ def generating_routes(service: Service) -> APIRouter:
         fields, answer_id = prepared.request, _answer_id(service, request, "chatcmpl-")
         objects = ChatRenderer(service, fields, prepared.prompt, answer_id)
         renderer = OpenAIStream(objects, fields.stream_options)
-        plan = Plan(answer_id, prepared.choices, renderer)
+        plan = Plan(answer_id, prepared.choices, renderer, handling=handling_of(service, fields))
         return await run_plan(service, request, plan, fields.stream)
 
     async def completions(request: Request) -> Response:
@@ -36,7 +36,8 @@ def generating_routes(service: Service) -> APIRouter:
         fields, answer_id = prepared.request, _answer_id(service, request, "cmpl-")
         objects = CompletionRenderer(service, fields, prepared.prompts, answer_id)
         renderer = OpenAIStream(objects, fields.stream_options)
-        plan = Plan(answer_id, prepared.choices, renderer, len(prepared.prompts))
+        num_prompts, handling = len(prepared.prompts), handling_of(service, fields)
+        plan = Plan(answer_id, prepared.choices, renderer, num_prompts, handling)
         return await run_plan(service, request, plan, fields.stream)
 
     async def abort(request: Request) -> Response:

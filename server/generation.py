@@ -8,13 +8,13 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from msgspec import Struct
 
 from ..configs.sampling import SamplingParams
-from ..scheduler.messages import Submit
+from ..scheduler.messages import Handling, Submit
 from .answers import Usage, count_usage, encode
 from .engine_client import EngineCall, EngineClient, fault_of
 from .errors import ApiError, internal
@@ -76,6 +76,7 @@ class Plan:
     choices: list[Choice]
     renderer: Renderer
     num_prompts: int = 1
+    handling: Handling = field(default_factory=Handling)
 
 
 class Generation:
@@ -100,7 +101,13 @@ class Generation:
         choices = self.plan.choices
         self._call = self._client.submit(
             [
-                Submit(name, choices[i].prompt_ids, choices[i].params, choices[i].grammar)
+                Submit(
+                    name,
+                    choices[i].prompt_ids,
+                    choices[i].params,
+                    choices[i].grammar,
+                    self.plan.handling,
+                )
                 for name, i in self._indices.items()
             ]
         )
@@ -154,7 +161,7 @@ class Generation:
             prompt=sum(len(choice.prompt_ids) for choice in choices[::step]),
             completion=sum(choice.text.num_tokens for choice in choices),
             reasoning=sum(choice.text.num_reasoning_tokens for choice in choices),
-            cached=0,
+            cached=sum(choice.text.num_cached_tokens for choice in choices[::step]),
             drafted=self._num_drafted,
             accepted=self._num_accepted,
         )

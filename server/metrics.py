@@ -33,11 +33,19 @@ class _EngineCollector(Collector):
             ("num_requests_running", "Requests in the running batch", now.num_running),
             ("num_requests_waiting", "Requests in the queue", now.num_waiting),
             ("kv_cache_usage_perc", "Share of cache pages in use", used / (now.num_pages or 1)),
+            ("prefix_cache_pages", "Pages that can be found by their prefix", now.num_cached_pages),
         )
         counters = (
             ("prompt_tokens", "Prompt tokens computed", now.num_prompt_tokens),
             ("generation_tokens", "Tokens generated", now.num_generation_tokens),
             ("num_preemptions", "Requests put back into the queue", now.num_preemptions),
+            (
+                "prefix_cache_queries",
+                "Prompt tokens looked up in the cache",
+                now.num_prefix_queries,
+            ),
+            ("prefix_cache_hits", "Prompt tokens found in the cache", now.num_prefix_hits),
+            ("prefix_cache_evictions", "Cached pages given up for room", now.num_evictions),
         )
         if (drafts := now.drafts) is not None:
             gauges += (("spec_decode_length", "Drafts that a step verifies now", drafts.length),)

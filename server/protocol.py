@@ -9,12 +9,15 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from .structured_fields import AnswerFormat, NonEmpty, StructuredOutputs
-from .validation import RequestModel, Strict, refuse, wrong
+from .validation import RequestModel, Strict, wrong
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
+MAX_SALT_CHARACTERS = 256
+MAX_PRIORITY = 100
+MAX_DEADLINE = 86_400.0
 MAX_BIASES = 1024
 _INT64 = 2**63
 
@@ -86,17 +89,6 @@ Biases = Annotated[dict[str, float], BeforeValidator(_biases)]
 Prompts = Annotated[list[Any], BeforeValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
 
 
-def _fcfs_priority(value: Any) -> int:
-    if type(value) is not int:
-        raise wrong("must be an integer")
-    if value:
-        raise refuse("requests are served first come, first served; only 0 is taken")
-    return 0
-
-
-Priority = Annotated[int, BeforeValidator(_fcfs_priority)]
-
-
 class StreamOptions(Strict):
     """What a stream carries beside its text."""
 
@@ -133,7 +125,10 @@ class GenerationRequest(RequestModel):
     return_token_ids: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
-    priority: Priority = 0
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    deadline_seconds: Annotated[float | None, Field(gt=0, le=MAX_DEADLINE)] = None
+    cache_salt: Annotated[str | None, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] = None
+    cache_prompt: bool = True
     response_format: AnswerFormat = None
     structured_outputs: StructuredOutputs | None = None
     regex: NonEmpty | None = None

@@ -5,10 +5,12 @@ from typing import TypeVar
 from fastapi import Request, Response
 from pydantic import BaseModel
 
+from ..scheduler.messages import Handling
 from .bodies import Body, read_body
 from .engine_client import Health
-from .errors import unavailable
+from .errors import unavailable, unsupported
 from .generation import Plan, streamed_answer, whole_answer
+from .protocol import GenerationRequest
 from .service import Service
 from .sse import EventStream, while_connected
 
@@ -25,6 +27,19 @@ async def read_when_ready(
     if health is not Health.READY:
         raise unavailable(health.value)
     return await read_body(request, service.config, model)
+
+
+def handling_of(service: Service, fields: GenerationRequest) -> Handling:
+    """What the engine is told about a request beside its tokens; raises ApiError."""
+    if fields.priority and service.config.engine.scheduler.policy == "fcfs":
+        text = "requests are served first come, first served; only 0 is taken"
+        raise unsupported("priority", text)
+    return Handling(
+        cache_salt=fields.cache_salt or "",
+        uses_cache=fields.cache_prompt,
+        priority=fields.priority,
+        deadline_seconds=fields.deadline_seconds,
+    )
 
 
 async def run_plan(service: Service, request: Request, plan: Plan, stream: bool) -> Response:

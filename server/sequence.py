@@ -123,6 +123,7 @@ class ChoiceText:
         self._end: tuple[str, int | str | None] | None = None
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
+        self.num_cached_tokens = 0
 
     @property
     def is_finished(self) -> bool:
@@ -134,6 +135,7 @@ class ChoiceText:
 
     def push(self, output: RequestOutput, update: Update) -> None:
         """Add to `update` what `output` brings; nothing once the choice is finished."""
+        self.num_cached_tokens = max(self.num_cached_tokens, output.cached_tokens)
         if output.prompt_logprobs is not None:
             update.prompt_logprobs = output.prompt_logprobs
         stopped = output.finish_reason == "stop"

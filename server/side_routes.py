@@ -11,7 +11,7 @@ from .bodies import Body, read_body
 from .chat import encode_chat
 from .chat_protocol import DetokenizeRequest, TokenizeRequest
 from .engine_client import Health
-from .errors import invalid_value, model_not_found, unsupported
+from .errors import ApiError, invalid_value, model_not_found, unsupported
 from .long_text import in_thread_if_long
 from .metrics import CONTENT_TYPE
 from .server_info import describe
@@ -43,6 +43,8 @@ def side_routes(service: Service) -> APIRouter:
         tokens = _Tokens(service)
         router.add_api_route(f"{prefix}/tokenize", tokens.tokenize, methods=["POST"])
         router.add_api_route(f"{prefix}/detokenize", tokens.detokenize, methods=["POST"])
+    for path in ("/flush_cache", "/reset_prefix_cache"):
+        router.add_api_route(path, _Cache(service).flush, methods=["POST"])
     return router
 
 
@@ -106,6 +108,20 @@ class _Metrics:
 
     async def info(self) -> Response:
         return _answer(describe(self._service))
+
+
+class _Cache:
+    """The cached prefixes, which an operator may want gone: before a measurement, say."""
+
+    def __init__(self, service: Service) -> None:
+        self._client = service.client
+
+    async def flush(self) -> Response:
+        if not await self._client.flush_cache():
+            raise ApiError(
+                409, "Requests are in flight; the cache is flushed when idle", code="busy"
+            )
+        return _answer({"flushed": True})
 
 
 class _Tokens:

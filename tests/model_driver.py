@@ -23,7 +23,7 @@ from minidsa.model.loader import load_model
 from minidsa.model.runner import ModelRunner
 from minidsa.scheduler.launch import launch
 from minidsa.scheduler.messages import RequestOutput, Submit, TokenLogprobs
-from minidsa.scheduler.speculative import new_speculation
+from minidsa.scheduler.speculative import Speculation, new_speculation
 from scheduler_fakes import PreemptingScheduler
 from stepper import new_storage
 
@@ -40,6 +40,7 @@ class Settings:
     drafter: Literal["none", "mtp", "ngram"] = "none"
     num_drafts: int = 3
     max_model_len: int = 512
+    reuse: bool = True
 
 
 class NanPool(PagePool):
@@ -49,16 +50,14 @@ class NanPool(PagePool):
         super().__init__(num_pages)
         self._storage = storage
 
-    def release(self, pages: Sequence[int]) -> None:
-        super().release(pages)
+    def reclaim(self, page: int) -> None:
+        super().reclaim(page)
         size = self._storage.page_size
-        for page in pages:
-            if page in self._free:
-                rows = slice(page * size, (page + 1) * size)
-                self._storage.latent_LSC[:, rows] = torch.nan
-                for keys in self._storage.index_k:
-                    if keys is not None:
-                        keys[rows] = torch.nan
+        rows = slice(page * size, (page + 1) * size)
+        self._storage.latent_LSC[:, rows] = torch.nan
+        for keys in self._storage.index_k:
+            if keys is not None:
+                keys[rows] = torch.nan
 
 
 @functools.cache
@@ -72,7 +71,9 @@ def model_of(directory: Path, *, with_mtp: bool = False) -> DeepseekModel:
 class ModelDriver:
     """One engine without its process: requests in, outputs out."""
 
-    def __init__(self, directory: Path, settings: Settings) -> None:
+    def __init__(
+        self, directory: Path, settings: Settings, speculation: Speculation | None = None
+    ) -> None:
         model = model_of(directory, with_mtp=settings.drafter == "mtp")
         config = model.config
         storage = new_storage(model, settings.pages + 1, settings.page_size)
@@ -85,12 +86,13 @@ class ModelDriver:
         )
         backend = choice.build(storage, config.indexer.topk if config.indexer else None)
         self.runner = ModelRunner(model, backend, storage)
-        cache = KvCache(settings.pages, settings.page_size)
+        cache = KvCache(settings.pages, settings.page_size, settings.reuse)
         cache.pool = NanPool(settings.pages, storage)
         limits = SchedulerConfig(
             max_num_seqs=settings.seats, max_num_batched_tokens=max(settings.budget, settings.seats)
         )
-        speculation = new_speculation(settings.drafter, settings.num_drafts, adaptive=False)
+        if speculation is None:
+            speculation = new_speculation(settings.drafter, settings.num_drafts, adaptive=False)
         self.scheduler = PreemptingScheduler(
             limits, cache, settings.max_model_len, config.vocab_size, speculation
         )

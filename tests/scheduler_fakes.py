@@ -10,6 +10,7 @@ Faults are one plan object that a test hands over when it builds an engine.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from minidsa.configs.engine import EngineConfig, SchedulerConfig
 from minidsa.configs.engine_info import EngineInfo, StartPlan
@@ -20,7 +21,7 @@ from minidsa.kv_cache.pool import PagePool
 from minidsa.model.sequence import NON_FINITE, SequenceInput, SequenceOutput, num_accepted
 from minidsa.scheduler.batch import Step
 from minidsa.scheduler.launch import launch
-from minidsa.scheduler.messages import RequestOutput, Submit
+from minidsa.scheduler.messages import Handling, RequestOutput, Submit
 from minidsa.scheduler.scheduler import Scheduler
 from minidsa.scheduler.speculative import Speculation
 from minidsa.scheduler.worker import serve
@@ -74,18 +75,23 @@ class PoisoningPool(PagePool):
         self._page_size = page_size
         self._slots = slots
 
-    def release(self, pages: Sequence[int]) -> None:
-        super().release(pages)
-        for page in pages:
-            if page in self._free:
-                start = page * self._page_size
-                self._slots[start : start + self._page_size] = [POISON] * self._page_size
+    def reclaim(self, page: int) -> None:
+        super().reclaim(page)
+        start = page * self._page_size
+        self._slots[start : start + self._page_size] = [POISON] * self._page_size
 
 
 class FakeRunner:
     """Stores token ids where a model stores rows, and refuses to read what was never written."""
 
-    def __init__(self, num_pages: int, page_size: int, plan: Plan | None = None) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        plan: Plan | None = None,
+        reuses_prefixes: bool = True,
+    ) -> None:
+        self.reuses_prefixes = reuses_prefixes
         self.slots = [POISON] * ((num_pages + 1) * page_size)
         self.page_size = page_size
         self.plan = plan or Plan()
@@ -95,7 +101,7 @@ class FakeRunner:
     def cache(self) -> KvCache:
         """Bookkeeping for these slots, which poisons what it frees."""
         num_pages = len(self.slots) // self.page_size - 1
-        cache = KvCache(num_pages, self.page_size)
+        cache = KvCache(num_pages, self.page_size, self.reuses_prefixes)
         cache.pool = PoisoningPool(num_pages, self.page_size, self.slots)
         return cache
 
@@ -167,15 +173,19 @@ class PreemptingScheduler(Scheduler):
     def schedule(self) -> Step:
         self._turns += 1
         if self.every and self._turns % self.every == 0 and self.running:
-            self.preempt_youngest()
+            self.preempt_last()
         return super().schedule()
 
 
 def submit(
-    request_id: str, prompt: Sequence[int], max_tokens: int = 8, **settings: object
+    request_id: str,
+    prompt: Sequence[int],
+    max_tokens: int = 8,
+    handling: Handling | None = None,
+    **settings: object,
 ) -> Submit:
     params = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, **settings)  # type: ignore[arg-type]
-    return Submit(request_id, list(prompt), params)
+    return Submit(request_id, list(prompt), params, handling=handling or Handling())
 
 
 @dataclass(frozen=True)
@@ -221,6 +231,7 @@ class FakeTarget:
             num_cache_tokens=num_pages * page_size,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens or 64,
+            max_prefill_tokens=config.scheduler.max_prefill_tokens or 64,
             speculative="none",
             num_speculative_tokens=0,
         )
@@ -258,11 +269,16 @@ class Driver:
         preempt_every: int = 0,
         plan: Plan | None = None,
         speculation: Speculation | None = None,
+        reuse: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+        **scheduling: Any,
     ) -> None:
-        config = SchedulerConfig(max_num_seqs=seats, max_num_batched_tokens=budget, max_queue=queue)
-        self.runner = FakeRunner(pages, page_size, plan)
+        config = SchedulerConfig(
+            max_num_seqs=seats, max_num_batched_tokens=budget, max_queue=queue, **scheduling
+        )
+        self.runner = FakeRunner(pages, page_size, plan, reuse)
         self.scheduler = PreemptingScheduler(
-            config, self.runner.cache(), max_model_len, VOCAB, speculation
+            config, self.runner.cache(), max_model_len, VOCAB, speculation, clock=clock
         )
         self.scheduler.every = preempt_every
         self.budget, self.seats, self.queue = budget, seats, queue

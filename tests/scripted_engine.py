@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
 import httpx
+import msgspec
 from starlette.types import ASGIApp
 
 from minidsa.configs.engine import EngineConfig, SchedulerConfig
@@ -23,6 +24,8 @@ from minidsa.scheduler.messages import (
     EngineStats,
     Event,
     FinishReason,
+    FlushCache,
+    Flushed,
     Heartbeat,
     Loaded,
     Outputs,
@@ -72,6 +75,7 @@ class ScriptedEngine:
         self.burst = burst
         self.pace = pace
         self.held = False
+        self.cached = 0  # prompt tokens that every request finds in the cache
         self.seen: list[Command] = []
         self.events: asyncio.Queue[Event | None] = asyncio.Queue()
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -97,6 +101,8 @@ class ScriptedEngine:
             case Abort(request_id):
                 if task := self._running.pop(request_id, None):
                     task.cancel()
+            case FlushCache():
+                self.emit(Flushed(not self._running))
             case Shutdown():
                 self.die()
 
@@ -141,7 +147,8 @@ class ScriptedEngine:
             logprobs = None
             if params.logprobs is not None:
                 logprobs = [score(i, params.logprobs) for i in ids]
-            await self._emit(RequestOutput(name, ids, reason, logprobs, prompt_logprobs))
+            output = RequestOutput(name, ids, reason, logprobs, prompt_logprobs)
+            await self._emit(msgspec.structs.replace(output, cached_tokens=self.cached))
             ids, prompt_logprobs = [], None
             if reason is not None:
                 return
@@ -184,6 +191,7 @@ INFO = EngineInfo(
     cache_bytes_per_token=64,
     max_num_seqs=64,
     max_num_batched_tokens=256,
+    max_prefill_tokens=64,
     speculative="none",
     num_speculative_tokens=0,
     notes=[],

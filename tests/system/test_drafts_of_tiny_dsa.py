@@ -125,8 +125,8 @@ def same(feature: str, count: int, variants: list[Settings]) -> None:
     submits = requests(feature, count)
     plain = run(submits)
     for variant in variants:
-        fields = dataclasses.asdict(variant) | {"pages": 600, "page_size": 16}
-        found = ModelDriver(SHIPPED, Settings(**fields)).run(submits)
+        settings = dataclasses.replace(variant, pages=600, page_size=16)
+        found = ModelDriver(SHIPPED, settings).run(submits)
         assert found.ids == plain.ids
         for request_id, scores in plain.logprobs.items():
             for mine, other in zip(scores, found.logprobs[request_id], strict=True):

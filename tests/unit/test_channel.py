@@ -9,17 +9,31 @@ import zmq
 
 from minidsa.scheduler import messages
 from minidsa.scheduler.channel import MAX_FRAME_BYTES, ApiLink, EngineLink, decode
-from minidsa.scheduler.messages import Abort, Heartbeat, Outputs, RequestOutput, Shutdown
+from minidsa.scheduler.messages import (
+    Abort,
+    FlushCache,
+    Flushed,
+    Heartbeat,
+    Outputs,
+    RequestOutput,
+    Shutdown,
+)
 from patience import PATIENCE
 from scheduler_fakes import submit
 
-COMMANDS = [submit("a", [1, 2, 3], logit_bias={3: 1.5}, logprobs=2), Abort("a"), Shutdown()]
+COMMANDS = [
+    submit("a", [1, 2, 3], logit_bias={3: 1.5}, logprobs=2),
+    Abort("a"),
+    FlushCache(),
+    Shutdown(),
+]
 INFO = messages.EngineInfo(
-    "m", 9, 8, [1], 2, 3, "f", "cpu", "b", 4, 5, 6, 7, 8, "none", 0, ["note"]
+    "m", 9, 8, [1], 2, 3, "f", "cpu", "b", 4, 5, 6, 7, 8, 9, "none", 0, ["note"]
 )
 EVENTS = [
     messages.Loaded(INFO),
     messages.Ready(),
+    Flushed(True),
     Heartbeat(messages.EngineStats(num_running=3)),
     Outputs(
         [

@@ -103,6 +103,24 @@ def test_num_15_two_requests_in_one_step(lengths):
     assert ModelDriver(t_cpu(), Settings()).run(submits).ids == alone(submits)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [Settings(), Settings(page_size=3, budget=40), Settings(pages=20, preempt_every=5)],
+    ids=str,
+)
+def test_sch_29_a_cached_prefix_changes_no_id(settings):
+    stem = prompt(60, 7)
+    ends = [(10, 1), (17, 2), (33, 3), (60, 4), (60, 5), (59, 6)]
+    submits = [
+        submit(f"r{i}", stem[:n] + prompt(n % 5, seed), 9) for i, (n, seed) in enumerate(ends)
+    ]
+    driver = ModelDriver(t_cpu(), settings)
+    cold = alone(submits)
+    for name in ("cold", "warm"):
+        assert driver.run(submits).ids == cold, name
+    assert driver.scheduler.counters.num_prefix_hits > 0
+
+
 def test_requests_that_end_early_free_their_seats():
     ends = list(range(1, 512, 16))
     submits = [submit(f"r{i}", prompt(12, i), 40, stop_token_ids=ends) for i in range(12)]

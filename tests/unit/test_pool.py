@@ -9,6 +9,10 @@ from minidsa.kv_cache.cache import KvCache
 from minidsa.kv_cache.pool import PagePool
 
 
+def no_tokens(start, stop):
+    raise AssertionError("a table without keys never asks for its tokens")
+
+
 def test_page_zero_is_never_handed_out():
     pool = PagePool(5)
     assert sorted(pool.take(5)) == [1, 2, 3, 4, 5]
@@ -40,7 +44,7 @@ def test_the_warmest_pages_are_handed_out_first():
 def test_a_page_is_free_when_its_last_holder_gives_it_back():
     pool = PagePool(2)
     (page,) = pool.take(1)
-    pool.share(page)
+    pool.share([page])
     pool.release([page])
     assert pool.num_free == 1
     pool.check([[page]])
@@ -56,7 +60,7 @@ def test_wrong_use_is_noticed_at_once():
     with pytest.raises(ValueError, match="released more often"):
         pool.release([page])
     with pytest.raises(ValueError, match="is free"):
-        pool.share(page)
+        pool.share([page])
 
 
 @pytest.mark.parametrize(
@@ -86,6 +90,25 @@ def test_check_compares_the_free_list_with_the_counts(free, message):
         pool.check([[1]])
 
 
+def test_a_page_that_rests_is_neither_free_nor_held():
+    pool = PagePool(3)
+    pages = pool.take(3)
+    assert pool.release(pages, kept=pages[:2]) == pages[1::-1]  # the last page first
+    assert pool.num_free == 1
+    pool.check([], resting=pages[:2])
+    for resting in ([], pages, pages[:1]):
+        with pytest.raises(RuntimeError, match="idle pages differ"):
+            pool.check([], resting)
+    pool.share(pages[:1])
+    pool.check([pages[:1]], resting=pages[1:2])
+    with pytest.raises(ValueError, match="does not rest"):
+        pool.reclaim(pages[0])
+    pool.reclaim(pages[1])
+    with pytest.raises(ValueError, match="does not rest"):
+        pool.reclaim(pages[1])
+    assert pool.num_free == 2
+
+
 @pytest.mark.parametrize("page_size", [1, 3, 4, 64])
 def test_a_table_grows_to_what_is_needed_and_no_further(page_size):
     cache, table = KvCache(10, page_size), BlockTable(page_size)
@@ -109,10 +132,11 @@ def test_growth_takes_all_or_nothing():
     cache.check([mine, other])
 
 
-def test_growth_leaves_the_spare_pages_free():
+def test_admission_leaves_the_spare_pages_free():
     cache, table = KvCache(4, 2), BlockTable(2)
-    assert not cache.grow(table, 4, spare=3)
-    assert cache.grow(table, 4, spare=2)
+    assert cache.admit(table, no_tokens, 4, spare=3) is None
+    assert cache.pool.num_free == 4 and table.pages == []
+    assert cache.admit(table, no_tokens, 4, spare=2) == 0
     assert cache.pool.num_free == 2
 
 

@@ -106,7 +106,7 @@ def test_api_24_harmless_fields_pass_and_unknown_ones_are_named():
     for name, value in (
         ("guided_foo", "x"), ("extra_body", {}), ("store", True), ("service_tier", "flex"),
         ("use_beam_search", True), ("length_penalty", 2), ("use_beam_search", 0),
-        ("cache_salt", "x"), ("chat_template", "x"), ("documents", []), ("truncate", 1),
+        ("chat_template", "x"), ("documents", []), ("truncate", 1),
     ):  # fmt: skip
         for make in (completion, chat):
             error = refusal(make, **{name: value})
@@ -145,9 +145,13 @@ def test_structured_outputs_are_typed():
         assert refusal(chat, **{name: "a"}).code == "unsupported_parameter"
 
 
-def test_api_61_priority_under_first_come_first_served():
-    assert completion(priority=0).priority == 0
-    assert refusal(completion, priority=3).code == "unsupported_parameter"
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("priority", 101), ("priority", -101), ("priority", 1.0), ("priority", True)]
+    + [("deadline_seconds", value) for value in (0, -1, 86_401, "5")],
+)
+def test_priorities_and_deadlines_have_a_range(name, value):
+    assert refusal(completion, **{name: value}).param == name
 
 
 @pytest.mark.parametrize(

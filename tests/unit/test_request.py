@@ -5,8 +5,9 @@ import itertools
 import pytest
 
 from minidsa.configs.sampling import SamplingParams
-from minidsa.scheduler.messages import TokenLogprobs
-from minidsa.scheduler.request import IllegalTransition, Phase, Request, State
+from minidsa.kv_cache.block_table import BlockTable
+from minidsa.scheduler.messages import Submit, TokenLogprobs
+from minidsa.scheduler.request import IllegalTransition, Phase, Rank, Request, State
 
 MOVES = ("admit", "preempt", "finish")
 LEGAL = {
@@ -20,11 +21,16 @@ LEGAL = {
 
 
 def make(prompt=(1, 2, 3), **params):
-    return Request("r", list(prompt), SamplingParams(max_tokens=8, seed=0, **params), 1, 4)
+    submit = Submit("r", list(prompt), SamplingParams(max_tokens=8, seed=0, **params))
+    return Request(submit, Rank(1, 1, 1), BlockTable(4))
 
 
 def move(request, name):
-    request.finish("stop") if name == "finish" else getattr(request, name)()
+    {
+        "admit": lambda: request.admit(0),
+        "preempt": request.preempt,
+        "finish": lambda: request.finish("stop"),
+    }[name]()
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
@@ -45,7 +51,7 @@ def test_only_legal_transitions_happen(length):
 @pytest.mark.parametrize("outputs", [0, 1, 5])
 def test_sch_02_phase_is_explicit_after_preemption(outputs):
     request = make()
-    request.admit()
+    request.admit(0)
     for token in range(outputs):
         request.num_computed = request.num_tokens
         request.append(token)
@@ -53,14 +59,24 @@ def test_sch_02_phase_is_explicit_after_preemption(outputs):
     request.preempt()
     assert request.phase is Phase.EXTEND and request.num_computed == 0
     assert request.output_ids == list(range(outputs))
-    request.admit()
+    request.admit(0)
     assert request.phase is Phase.EXTEND
     assert request.tokens(0, request.num_tokens) == [1, 2, 3, *range(outputs)]
 
 
+def test_cached_tokens_are_those_of_the_first_start():
+    request = make(range(10))
+    assert request.num_cached is None
+    request.admit(4)
+    assert (request.num_cached, request.num_computed) == (4, 4)
+    request.preempt()
+    request.admit(8)
+    assert (request.num_cached, request.num_computed) == (4, 8)
+
+
 def test_tokens_cross_from_prompt_to_outputs():
     request = make((10, 11, 12))
-    request.admit()
+    request.admit(0)
     for token in (20, 21, 22):
         request.append(token)
     everything = [10, 11, 12, 20, 21, 22]
@@ -72,11 +88,11 @@ def test_tokens_cross_from_prompt_to_outputs():
 def test_prompt_scores_start_over_with_the_prompt_but_never_after_they_were_sent():
     entry = TokenLogprobs(-1.0, 1, [], [])
     request = make(prompt_logprobs=0)
-    request.admit()
+    request.admit(0)
     request.prompt_scores.append(entry)
     request.preempt()
     assert request.prompt_scores == [] and request.wants_prompt_scores
-    request.admit()
+    request.admit(0)
     request.prompt_scores += [entry, entry]
     request.append(5)
     request.preempt()

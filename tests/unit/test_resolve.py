@@ -41,7 +41,7 @@ def test_every_open_choice_is_made_and_explained(machine, device, dtype, page, b
 def test_what_was_said_is_kept_without_a_note():
     said = config(device="cpu", dtype="float16", num_threads=7, page_size=5)
     said = dataclasses.replace(
-        said, scheduler=SchedulerConfig(max_num_seqs=9, max_num_batched_tokens=9)
+        said, scheduler=SchedulerConfig(9, max_num_batched_tokens=9, max_prefill_tokens=3)
     )
     resolved = resolve_run(said, GPU, "bfloat16")
     assert resolved.config == said and resolved.notes == ()

@@ -77,7 +77,7 @@ def test_sch_06_a_preemption_neither_cuts_nor_repeats_output(at):
     driver.add(submit("a", prompt(9), 20, prompt_logprobs=1, logprobs=0))
     for _ in range(at):
         driver.step()
-    driver.scheduler.preempt_youngest()
+    driver.scheduler.preempt_last()
     driver.run()
     assert driver.ids["a"] == expected(prompt(9), 20)
     assert driver.scheduler.stats().num_generation_tokens == 20
@@ -132,7 +132,7 @@ def test_the_longest_waiting_of_several_preempted_resumes_first():
     driver.add(*(submit(f"r{i}", prompt(4, i), 9) for i in range(3)))
     driver.step()
     for _ in range(3):
-        driver.scheduler.preempt_youngest()
+        driver.scheduler.preempt_last()
     assert len(driver.scheduler.queue) == 3
     step = driver.step()
     assert [work.request.request_id for work in step.work] == ["r0", "r1", "r2"]
@@ -152,14 +152,14 @@ def test_a_newcomer_is_not_thrown_out_by_the_next_tokens_of_others():
 
 def test_nobody_overtakes_a_large_request_at_the_head():
     driver = Driver(pages=12)
-    driver.add(submit("running", prompt(20), 8), submit("large", prompt(40), 2))
+    driver.add(submit("running", prompt(20), 8), submit("large", prompt(40, 2), 2))
     driver.step()
-    driver.add(submit("small", prompt(4), 2))
+    driver.add(submit("small", prompt(4, 3), 2))
     driver.step()
     assert [r.request_id for r in driver.scheduler.running] == ["running"]
     driver.run()
     assert next(iter(driver.ends)) == "running"
-    assert driver.ids["large"] == expected(prompt(40), 2)
+    assert driver.ids["large"] == expected(prompt(40, 2), 2)
 
 
 def test_sch_16_submit_and_abort_in_one_tick():
@@ -178,7 +178,7 @@ def test_abort_in_every_phase_gives_all_pages_back(steps):
     for _ in range(steps):
         driver.step()
     if steps % 2:
-        driver.scheduler.preempt_youngest()
+        driver.scheduler.preempt_last()
     driver.abort("a")
     driver.abort("a")  # finished ids are ignored
     driver.abort("never seen")
@@ -253,7 +253,7 @@ def test_requests_in_flight_count_alike_whether_they_run_or_wait():
         with pytest.raises(Overloaded, match="2 requests are running or waiting"):
             driver.add(submit("c", prompt(3)))
         driver.step()
-    driver.scheduler.preempt_youngest()
+    driver.scheduler.preempt_last()
     with pytest.raises(Overloaded):
         driver.add(submit("c", prompt(3)))
     driver.abort("b")
@@ -319,7 +319,7 @@ def test_prompt_scores_come_once_and_whole(budget, max_tokens, preempt_after):
     for _ in range(preempt_after or 0):
         driver.step()
     if preempt_after and driver.scheduler.running:
-        driver.scheduler.preempt_youngest()
+        driver.scheduler.preempt_last()
     driver.run()
     seen = driver.outputs
     (scores,) = [o.prompt_logprobs for o in seen if o.prompt_logprobs is not None]
@@ -382,7 +382,7 @@ def test_the_books_notice_what_is_wrong():
         unfair.scheduler.check()
     idle = Driver()
     idle.scheduler.cache.pool.take(1)
-    with pytest.raises(RuntimeError, match="1 pages are not free"):
+    with pytest.raises(RuntimeError, match="idle, yet 1 pages are held"):
         idle.scheduler.check_idle()
 
 

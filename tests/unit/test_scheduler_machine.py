@@ -61,7 +61,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.driver.scheduler.running)
     @rule()
     def preempt(self):
-        self.driver.scheduler.preempt_youngest()
+        self.driver.scheduler.preempt_last()
 
     @precondition(lambda self: self.sent)
     @rule(data=st.data())
@@ -102,7 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stats = scheduler.stats()
         alive = set(self.sent) - set(self.driver.ends)
         assert stats.num_running + stats.num_waiting == len(alive)
-        held = sum(len(r.table.pages) for r in scheduler.running)
+        held = len({page for r in scheduler.running for page in r.table.pages})
         assert stats.num_free_pages + held == stats.num_pages
         for name in alive:
             command, ids = self.sent[name], self.driver.ids[name]

@@ -5,9 +5,11 @@ import random
 import pytest
 
 from minidsa.configs.sampling import SamplingParams
+from minidsa.kv_cache.block_table import BlockTable
 from minidsa.scheduler.draft_length import MEASUREMENTS, DraftLength
 from minidsa.scheduler.drafters import NgramDrafter
-from minidsa.scheduler.request import Request
+from minidsa.scheduler.messages import Submit
+from minidsa.scheduler.request import Rank, Request
 from minidsa.scheduler.speculative import MOST_DRAFTS, Speculation, new_speculation
 from scheduler_fakes import VOCAB, Driver, Plan, expected, submit
 
@@ -143,7 +145,8 @@ def test_impossible_numbers_of_drafts_are_refused(most):
 def test_prompt_lookup_finds_the_latest_place_of_the_longest_suffix():
     params = SamplingParams(max_tokens=9, seed=0)
     drafter = NgramDrafter()
-    request = Request("r", [1, 2, 3, 4, 5, 9, 3, 4, 6, 7, 2, 3, 4], params, 0, 4)
+    command = Submit("r", [1, 2, 3, 4, 5, 9, 3, 4, 6, 7, 2, 3, 4], params)
+    request = Request(command, Rank(0, 0, 0), BlockTable(4))
     assert list(drafter.propose(request, 2)) == [5, 9]
     request.append(5)
     assert list(drafter.propose(request, 4)) == [9, 3, 4, 6]

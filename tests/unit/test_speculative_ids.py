@@ -59,10 +59,9 @@ class Replay:
 
 
 def replaying(folder, settings: Settings, answers: Answers, miss: bool) -> ModelDriver:
-    driver = ModelDriver(folder, settings)
     drafter = Replay(answers, miss)
-    driver.scheduler._speculation = Speculation(drafter, 3, from_model=False, adaptive=False)
-    return driver
+    speculation = Speculation(drafter, 3, from_model=False, adaptive=False)
+    return ModelDriver(folder, settings, speculation)
 
 
 def assert_same(found: Answers, plain: Answers, *, exact: bool = False) -> None:
