@@ -32,7 +32,7 @@ from ..scheduler.messages import (
     Submit,
 )
 from ..scheduler.process import EngineDied
-from .errors import ApiError, overloaded, unavailable, waited_too_long
+from .errors import overloaded, unavailable
 
 _log = logging.getLogger(__name__)
 
@@ -292,13 +292,3 @@ class EngineClient:
             answer = self._flushes.popleft()
             if not answer.done():
                 answer.set_exception(unavailable(Health.DEAD.value))
-
-
-def fault_of(output: RequestOutput) -> ApiError:
-    """What a client is told about a sequence that ended with an error; the log has the rest."""
-    _log.error("request %s failed: %s", output.request_id, output.error)
-    if output.error_kind == "overloaded":
-        return overloaded("The server is busy")
-    if output.error_kind == "timeout":
-        return waited_too_long()
-    return ApiError(500, "The engine failed on this request", code="internal_error")

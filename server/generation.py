@@ -16,8 +16,9 @@ from msgspec import Struct
 from ..configs.sampling import SamplingParams
 from ..scheduler.messages import Handling, Submit
 from .answers import Usage, count_usage, encode
-from .engine_client import EngineCall, EngineClient, fault_of
+from .engine_client import EngineCall, EngineClient
 from .errors import ApiError, internal
+from .faults import fault_of
 from .long_text import in_thread_if_long
 from .metrics import Metrics, RequestTimes
 from .sequence import ChoiceText, Update, join_updates
