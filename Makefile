@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: serve test test-unit test-deep check format dev bench train train-drafts train-smoke clean
+.PHONY: serve test test-unit test-deep clients check format dev bench train train-drafts train-smoke clean
 
 serve: $(VENV)/.installed
 	$(BIN)/minidsa serve $(ARGS)
@@ -21,6 +21,10 @@ test-unit: dev
 # The long versions of the equality grids: minutes instead of seconds.
 test-deep: dev
 	$(PYTEST) -m "deep and not gpu" $(ARGS)
+
+# Public clients against a served tiny-dsa, each in an environment of its own under build/clients.
+clients: dev
+	$(BIN)/python tests/clients/run.py $(ARGS)
 
 check: dev
 	$(BIN)/ruff format --check .

@@ -1,0 +1,42 @@
+"""docs/api.md and the OpenAPI document know every field and every route."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from minidsa.server.chat_protocol import ChatMessage, ChatRequest, TokenizeRequest
+from minidsa.server.messages_api.protocol import MessagesRequest
+from minidsa.server.protocol import CompletionRequest, StreamOptions
+from minidsa.server.responses_api.protocol import ResponsesRequest
+from minidsa.server.validation import IGNORED, RequestModel
+from scripted_engine import serving
+
+DOCS = Path(__file__).parents[2] / "docs" / "api.md"
+# What stands inside of backticks, `{"type": "text"}` and `thinking.budget_tokens` included.
+NAMES = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`\n]+)`", DOCS.read_text()))))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [ChatRequest, CompletionRequest, TokenizeRequest, MessagesRequest, ResponsesRequest,
+     StreamOptions, ChatMessage],
+)  # fmt: skip
+def test_every_field_is_in_the_docs(model: type[BaseModel]):
+    fields = set(model.model_fields)
+    if issubclass(model, RequestModel):
+        fields |= {*model.neutral, *IGNORED}
+    assert fields - NAMES == set()
+
+
+async def test_every_route_is_in_the_docs_and_in_the_openapi_document():
+    async with serving() as bed:
+        document = json.loads((await bed.client.get("/openapi.json")).content)
+        text = DOCS.read_text()
+        for path, item in document["paths"].items():
+            assert path.removeprefix("/v1").split("{")[0] in text, path
+            for method, operation in item.items():
+                assert (method == "post") == ("requestBody" in operation), path
+                assert {"400", "401", "404", "413", "429", "503"} <= set(operation["responses"])
