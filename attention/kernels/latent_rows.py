@@ -64,6 +64,7 @@ def load_rows(
     latent = load_columns(latent_ptr + row * (UNIT // size), read, 0, C, GROUP)
     rope = load_columns(rope_ptr + row * (UNIT // rope_size), read, 0, R, BLOCK_R)
     if FP8:
+        tl.static_assert(GROUP == 128)
         raised = ()
         for g in tl.static_range(C // GROUP):  # pyright: ignore
             scale = tl.load(scale_ptr + row * (UNIT // 4) + g, mask=read, other=0.0)

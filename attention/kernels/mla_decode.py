@@ -26,7 +26,7 @@ from torch import Tensor
 
 from .latent_rows import RAISE, SCALE_GROUP, Queries, Rows, group_width, load_columns, load_rows
 from .launch import ceil_div, jit, multiprocessors, power_of_two
-from .online_softmax import add_values, combine, dots, log_sum_exp, weigh
+from .online_softmax import add_values, combine, log_sum_exp, scores_of, weigh
 from .splits import Processors
 
 
@@ -92,8 +92,7 @@ def _attend_pages(
             latent_ptr, rope_ptr, scale_ptr, slot, stride_rows, inside,
             UNIT, C, R, GROUP, BLOCK_R, FP8,
         )  # fmt: skip
-        scores = dots(q_rope, rope, tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
-        scores = dots(q, latent, scores)
+        scores = scores_of(q, latent, q_rope, rope, rows > 0, BLOCK_M == 64)
         seen = inside[None, :] & (n[None, :] < visible[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         weights, shrink, largest, total = weigh(scores, largest, total)
@@ -127,12 +126,12 @@ class DecodeTiling:
     @classmethod
     def of(cls, rows: int, is_fp8: bool) -> Self:
         """Chosen from what the compiler reports for sm_90: no spills, at most 227 KB shared."""
-        group = SCALE_GROUP if is_fp8 else 512
         if rows > 32:
-            return cls(64, 64, group, 8, 3, 1)
+            return cls(64, 64, SCALE_GROUP if is_fp8 else 256, 8, 3, 1)
+        group = SCALE_GROUP if is_fp8 else 512
         if rows > 16:
             return cls(32, 64, group, 8, 3, 1)
-        return cls(16, 64, SCALE_GROUP if is_fp8 else 512, 8, 3, 1 if is_fp8 else 2)
+        return cls(16, 64, group, 8, 3, 1)
 
 
 @dataclass

@@ -52,6 +52,38 @@ def dots(q, keys, scores):
 
 
 @jit
+def scores_of(q, keys, q_rope, rope, always, APART: tl.constexpr):
+    """q @ keys^T + q_rope @ rope^T: fp32 [queries, keys]; the rotary part is a single group.
+
+    APART: for blocks of 64 rows. Two warp groups share such a block, but where the compiler sees
+    that a product feeds another one it lays out its rows over all warps, and as there are rows for
+    one group only, both compute all the scores. Behind a branch it does not see that, and each
+    group computes half of them. `always` is true, but known at run time only; the other branch must
+    be no constant, or what follows the product is pulled into the branch.
+    """
+    q_rope_0, turned_rope = q_rope[0], tl.trans(rope[0].to(q_rope[0].dtype))
+    if APART:
+        # Transposed outside of the branch: inside, the tile would get a second buffer.
+        turned = ()
+        for g in tl.static_range(len(q)):  # pyright: ignore
+            turned = turned + (tl.trans(keys[g]),)
+        if always:
+            scores = tl.dot(q_rope_0, turned_rope, input_precision="ieee")
+        else:
+            scores = tl.dot(q_rope_0, turned_rope, input_precision="ieee")
+        for g in tl.static_range(len(q)):  # pyright: ignore
+            if always:
+                more = tl.dot(q[g], turned[g], input_precision="ieee")
+            else:
+                more = tl.dot(q_rope_0, turned_rope, input_precision="ieee")
+            scores += more
+    else:
+        scores = tl.dot(q_rope_0, turned_rope, input_precision="ieee")
+        scores = dots(q, keys, scores)
+    return scores
+
+
+@jit
 def log_sum_exp(largest, total):
     """(natural log-sum-exp, what to divide by): -inf and 1 for a query that saw nothing."""
     seen = total > 0.0

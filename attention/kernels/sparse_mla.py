@@ -32,7 +32,7 @@ from .latent_rows import (
     load_rows,
 )
 from .launch import ceil_div, jit, multiprocessors, power_of_two
-from .online_softmax import add_values, combine, dots, log_sum_exp, weigh
+from .online_softmax import add_values, combine, log_sum_exp, scores_of, weigh
 from .splits import Processors
 
 
@@ -103,8 +103,7 @@ def _attend_slots(
             BLOCK_R,
             FP8,
         )
-        scores = dots(q_rope, rope, tl.zeros((BLOCK_H, BLOCK_N), tl.float32))
-        scores = dots(q, latent, scores)
+        scores = scores_of(q, latent, q_rope, rope, heads > 0, BLOCK_H == 64)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         weights, shrink, largest, total = weigh(scores, largest, total)
         acc = add_values(weights.to(latent[0].dtype), shrink, latent, acc)
@@ -139,11 +138,11 @@ class Tiling:
     @classmethod
     def of(cls, heads: int, is_fp8: bool) -> "Tiling":
         """Chosen from what the compiler reports for sm_90: no spills, at most 227 KB shared."""
-        group = SCALE_GROUP if is_fp8 else 512
         if heads > 32:
-            return cls(64, 64, group, 8, 3, 1)
+            return cls(64, 64, SCALE_GROUP if is_fp8 else 256, 8, 3, 1)
+        group = SCALE_GROUP if is_fp8 else 512
         if heads > 16:
-            return cls(32, 32, group, 8, 3, 1)
+            return cls(32, 64, group, 8, 3, 1)
         return cls(16, 32, group, 4, 3, 2)
 
 
