@@ -130,7 +130,7 @@ class DecodeTiling:
             return cls(64, 64, SCALE_GROUP if is_fp8 else 256, 8, 3, 1)
         group = SCALE_GROUP if is_fp8 else 512
         if rows > 16:
-            return cls(32, 64, group, 8, 3, 1)
+            return cls(32, 32 if is_fp8 else 64, group, 8, 3, 1)
         return cls(16, 64, group, 8, 3, 1)
 
 
@@ -144,22 +144,35 @@ class DecodeParts:
 
     rows: int
     tiling: DecodeTiling
+    processors: Processors
     parts_W3: Tensor
     first_B: Tensor
     lengths_B: Tensor
 
     @classmethod
-    def of(cls, kv_lens: Sequence[int], rows: int, is_fp8: bool, device: torch.device) -> Self:
-        """rows: query rows (tokens times heads) of each request."""
+    def of(
+        cls,
+        kv_lens: Sequence[int],
+        rows: int,
+        is_fp8: bool,
+        device: torch.device,
+        processors: int | None = None,
+    ) -> Self:
+        """rows: query rows (tokens times heads) of each request.
+
+        processors: multiprocessors to share the work among; None: those of the device.
+        """
         tiling = DecodeTiling.of(rows, is_fp8)
-        parts, first = _cut(kv_lens, rows, tiling, device, None)
+        at_once = (processors or multiprocessors(device)) * tiling.programs
+        shared = Processors(at_once, ceil_div(rows, tiling.rows), tiling.keys)
+        parts, first = _cut(kv_lens, shared, None)
         made = [torch.tensor(x, dtype=torch.int32, device=device) for x in (parts, first, kv_lens)]
-        return cls(rows, tiling, *made)
+        return cls(rows, tiling, shared, *made)
 
     def refresh(self, kv_lens: Sequence[int]) -> None:
         """Take other lengths of as many requests; no more parts than there were at first."""
-        capacity, device = len(self.parts_W3), self.parts_W3.device
-        parts, first = _cut(kv_lens, self.rows, self.tiling, device, capacity)
+        capacity = len(self.parts_W3)
+        parts, first = _cut(kv_lens, self.processors, capacity)
         parts += [(-1, 0, 0)] * (capacity - len(parts))
         for tensor, values in (
             (self.parts_W3, parts),
@@ -170,20 +183,14 @@ class DecodeParts:
 
 
 def _cut(
-    kv_lens: Sequence[int],
-    rows: int,
-    tiling: DecodeTiling,
-    device: torch.device,
-    most_parts: int | None,
+    kv_lens: Sequence[int], processors: Processors, most_parts: int | None
 ) -> tuple[list[tuple[int, int, int]], list[int]]:
     """Parts (request, first key, one behind the last) and where those of each request begin.
 
     A request without keys keeps one part, which writes its zeros.
     """
-    at_once = multiprocessors(device) * tiling.programs
-    processors = Processors(at_once, ceil_div(rows, tiling.rows), tiling.keys)
-    tiles = Counter(max(1, ceil_div(length, tiling.keys)) for length in kv_lens)
-    step = processors.tiles_per_part(tiles, most_parts) * tiling.keys
+    tiles = Counter(max(1, ceil_div(length, processors.tile)) for length in kv_lens)
+    step = processors.tiles_per_part(tiles, most_parts) * processors.tile
     parts: list[tuple[int, int, int]] = []
     first = [0]
     for request, length in enumerate(kv_lens):

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from kernel_bed import DEVICE, DTYPES, assert_lse, assert_near, fp8_rows, from_fp8, normal, poisoned
-from minidsa.attention.kernels import mla_decode as module
 from minidsa.attention.kernels.mla_decode import DecodeParts, mla_decode
 from minidsa.attention.kernels.reference import sparse_attention
 
@@ -51,36 +50,34 @@ class Pages:
         assert_lse(lse, expected_lse, dtype)
 
 
-@pytest.fixture(params=[1, 24])
-def processors(request, monkeypatch):
-    """A chip so small that nothing is cut, and one so large that everything is."""
-    monkeypatch.setattr(module, "multiprocessors", lambda device: request.param)
-    return request.param
+# A chip so small that nothing is cut, and one so large that everything is.
+on_chips = pytest.mark.parametrize("processors", [1, 24])
 
 
+@on_chips
 @pytest.mark.parametrize(("page_size", "dtype"), [(1, 0), (3, 1), (16, 1), (64, 0)])
 @pytest.mark.parametrize("lengths", [(1,), (64, 128, 1, 33), (65, 0, 200)])
 def test_decode(processors, page_size, dtype, lengths):
     dtype = DTYPES[dtype]
     pages = Pages(lengths, page_size, dtype)
-    parts = DecodeParts.of(lengths, 3, False, DEVICE)
+    parts = DecodeParts.of(lengths, 3, False, DEVICE, processors)
     pages.check(normal(len(lengths), 3, C + R, dtype=dtype), parts, 1, dtype)
 
 
+@on_chips
 @pytest.mark.parametrize(("width", "heads"), [(2, 1), (3, 9), (8, 1), (2, 20), (5, 7)])
 def test_verify_rows_are_causal_among_themselves(processors, width, heads):
     """The last rows of a request may all lie in its last part: the others see nothing of it."""
     dtype = DTYPES[0]
     lengths = (width, 64 + width // 2, 130, 0)
     pages = Pages(lengths, 16, dtype)
-    parts = DecodeParts.of(lengths, width * heads, False, DEVICE)
+    parts = DecodeParts.of(lengths, width * heads, False, DEVICE, processors)
     pages.check(normal(4 * width, heads, C + R, dtype=dtype), parts, width, dtype)
 
 
-def test_refreshed_parts_serve_other_lengths(monkeypatch):
-    monkeypatch.setattr(module, "multiprocessors", lambda device: 8)
+def test_refreshed_parts_serve_other_lengths():
     dtype = DTYPES[0]
-    parts = DecodeParts.of((300, 300, 300), 3, False, DEVICE)
+    parts = DecodeParts.of((300, 300, 300), 3, False, DEVICE, 8)
     tensors = (parts.parts_W3, parts.first_B, parts.lengths_B)
     assert len(parts.parts_W3) > 3
     for lengths in ((300, 300, 300), (1, 0, 640), (700, 90, 64)):
@@ -92,25 +89,27 @@ def test_refreshed_parts_serve_other_lengths(monkeypatch):
         Pages(lengths, 16, dtype).check(normal(3, 3, C + R, dtype=dtype), parts, 1, dtype)
 
 
+@on_chips
 def test_padding_requests_give_zeros_even_if_their_queries_are_nan(processors):
     dtype = DTYPES[1]
     pages = Pages((0, 200, 0), 16, dtype)
     q = normal(6, 3, C + R, dtype=dtype)
     q[:2] = torch.nan
     with poisoned():
-        parts = DecodeParts.of((0, 200, 0), 6, False, DEVICE)
+        parts = DecodeParts.of((0, 200, 0), 6, False, DEVICE, processors)
         out, lse = mla_decode(q, pages.rows, pages.table, 16, parts, C)
     assert not out[:2].any() and not out[4:].any() and (lse[:2] == -torch.inf).all()
     assert out.isfinite().all()
 
 
+@on_chips
 def test_fp8_rows(processors):
     lengths, latent, rope = (70, 1, 130), 128, 16
     pages = Pages(lengths, 16, torch.float32, latent + rope)
     packed = fp8_rows(pages.rows, latent)
     packed[pages.rows[:, 0].isnan()] = 0xFF
     q = (normal(3, 5, latent + rope) * latent**-0.5).to(DTYPES[0])
-    parts = DecodeParts.of(lengths, 5, True, DEVICE)
+    parts = DecodeParts.of(lengths, 5, True, DEVICE, processors)
     with poisoned():
         out, lse = mla_decode(q, packed, pages.table, 16, parts, latent)
     expected, expected_lse = pages.expected(q, 1, latent, from_fp8(packed, latent))
