@@ -117,7 +117,8 @@ def decode(heads: int, is_fp8: bool, num_parts: int) -> None:
     lengths = [3000] * (300 if num_parts == 1 else 2)
     q = torch.zeros(len(lengths), heads, LATENT + ROPE, dtype=torch.bfloat16)
     table = torch.zeros(len(lengths), 64, dtype=torch.int32)
-    parts = mla_decode.DecodeParts.of(lengths, heads, is_fp8, q.device, MULTIPROCESSORS)
+    tiling = mla_decode.decode_tiling(heads, is_fp8)
+    parts = mla_decode.DecodeParts.of(lengths, heads, tiling, q.device, MULTIPROCESSORS)
     mla_decode.mla_decode(q, rows_of(is_fp8), table, PAGE, parts, LATENT)
 
 

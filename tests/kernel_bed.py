@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from minidsa.attention.kernels.fp8_rows import Fp8LatentRows
+
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 DTYPES = (torch.bfloat16, torch.float16) if HAS_GPU else (torch.float32, torch.float16)
@@ -45,31 +47,12 @@ def assert_lse(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert_near(actual.nan_to_num(neginf=0.0), expected.nan_to_num(neginf=0.0), dtype)
 
 
-def fp8_rows(rows_SX: Tensor, latent_width: int, *, row_bytes: int | None = None) -> Tensor:
-    """uint8 rows: e4m3 latents, an fp32 scale for each 128 of them, the rest in bf16.
-
-    row_bytes: distance of two rows, what lies between them is NaN in any format.
-    """
-    count, groups = len(rows_SX), latent_width // 128
-    latent = rows_SX[:, :latent_width].float().view(count, groups, 128)
-    scale = latent.abs().amax(-1).clamp_min(1e-4) / 448
-    parts = [
-        (latent / scale.unsqueeze(-1)).to(torch.float8_e4m3fn).view(count, -1),
-        scale,
-        rows_SX[:, latent_width:].bfloat16(),
-    ]
-    packed = torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
-    width = packed.shape[1]
-    room = packed.new_full((count, row_bytes or width), 0xFF)
-    room[:, :width] = packed
-    return room[:, :width]
-
-
-def from_fp8(rows_SX: Tensor, latent_width: int) -> Tensor:
-    """What those rows stand for, fp32 [S, C + R]."""
-    count, border = len(rows_SX), latent_width + latent_width // 32
-    values = rows_SX[:, :latent_width].contiguous().view(torch.float8_e4m3fn).float()
-    scale = rows_SX[:, latent_width:border].contiguous().view(torch.float32)
-    latent = values.view(count, -1, 128) * scale.unsqueeze(-1)
-    rope = rows_SX[:, border:].contiguous().view(torch.bfloat16).float()
-    return torch.cat((latent.flatten(1), rope), dim=1)
+def fp8_rows(rows_SX: Tensor, latent_width: int, *, row_bytes: int | None = None) -> Fp8LatentRows:
+    """Rows [S, C + R] in fp8; row_bytes: distance of two rows, with NaN in any format between."""
+    count, width = rows_SX.shape
+    size = latent_width + latent_width // 32 + 2 * (width - latent_width)
+    room = torch.full((count, row_bytes or size), 0xFF, dtype=torch.uint8, device=DEVICE)
+    rows = Fp8LatentRows(room[:, :size], latent_width)
+    latent, rope = rows_SX.float().split((latent_width, width - latent_width), dim=1)
+    rows.write(torch.arange(count, device=DEVICE), latent, rope)
+    return rows

@@ -61,16 +61,19 @@ class Stepper:
             num_extends=num_extends,
             query_lens=tuple(len(tokens) for _, tokens in parts),
             context_lens=tuple(self.lengths[name] for name, _ in parts),
-            positions_T=torch.tensor(positions),
-            slots_T=torch.tensor(slots),
-            block_table_BP=torch.tensor(tables, dtype=torch.int32),
+            positions_T=self._tensor(positions),
+            slots_T=self._tensor(slots),
+            block_table_BP=self._tensor(tables).int(),
         )
+
+    def _tensor(self, values: Sequence) -> Tensor:
+        return torch.tensor(values, device=self.storage.latent_LSC.device)
 
     @torch.inference_mode()
     def step(self, parts: Sequence[tuple[str, Sequence[int]]], num_extends: int) -> Tensor:
         """Logits of every token of the step, [T, vocab]."""
         plan = self.backend.plan(self.batch(parts, num_extends))
-        token_ids = torch.tensor([token for _, tokens in parts for token in tokens])
+        token_ids = self._tensor([token for _, tokens in parts for token in tokens])
         hidden = self.model.forward(token_ids, plan, self.backend, self.storage)
         for name, tokens in parts:
             self.lengths[name] += len(tokens)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...kv_cache.storage import CacheStorage
 from ..base import MlaLayer, Plan, Query
-from ..kernels.mla_decode import DecodeParts, mla_decode
+from ..kernels.mla_decode import DecodeParts, decode_tiling, mla_decode
 from ..kernels.mla_prefill import ExpandedKeys, PrefillRound, mla_prefill, prefill_rounds
 from ..kernels.reference import absorbed_query, unabsorb
 from ..kernels.sparse_mla import sparse_mla
@@ -51,10 +51,9 @@ class TritonPlan:
 
     def parts_of_decodes(self, heads: int, is_fp8: bool) -> DecodeParts:
         if self.decode_parts is None:
-            rows = self.batch.decode_width * heads
-            self.decode_parts = DecodeParts.of(
-                self.batch.decodes.kv_lens, rows, is_fp8, self.block_table_BP.device
-            )
+            rows, device = self.batch.decode_width * heads, self.block_table_BP.device
+            tiling = decode_tiling(rows, is_fp8)
+            self.decode_parts = DecodeParts.of(self.batch.decodes.kv_lens, rows, tiling, device)
         return self.decode_parts
 
     def rounds_of_extends(self, keys_at_once: int) -> list[PrefillRound]:

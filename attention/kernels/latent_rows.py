@@ -1,7 +1,6 @@
 """Cached latent rows as attention kernels read them, in the model's format or in fp8.
 
-An fp8 row holds C bytes of e4m3 latent, an fp32 scale for each 128 of them and R bf16 rotary
-elements (656 bytes for DeepSeek-V3.2). It is multiplied as fp16: e4m3 fits fp16 exactly and
+An fp8 row (`fp8_rows.py`) is multiplied as fp16: e4m3 fits fp16 exactly and
 converts in one instruction a pair, where bf16 takes a detour through fp32. Scales are raised by
 2^4 and queries lowered by as much, so that scales down to 4e-6 (a group whose largest element is
 0.0017) keep all their bits, and latents up to 4000 do not overflow.
@@ -14,10 +13,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from .fp8_rows import BLOCK, Fp8LatentRows
 from .launch import jit, power_of_two
 
-# Latent elements that share an fp32 scale.
-SCALE_GROUP = 128
 # A power of two, so nothing is rounded: see above.
 RAISE = tl.constexpr(16.0)
 
@@ -92,8 +90,9 @@ class Rows:
     def of(cls, rows_SX: Tensor, latent_width: int, rope_width: int) -> "Rows":
         """The views; raises ValueError when the rows are not as wide as these widths make them."""
         is_fp8 = rows_SX.dtype == torch.uint8
-        scale_end = latent_width + 4 * (latent_width // SCALE_GROUP)
-        expected = scale_end + 2 * rope_width if is_fp8 else latent_width + rope_width
+        expected = latent_width + rope_width
+        if is_fp8:
+            expected += latent_width // BLOCK * 4 + rope_width
         if rows_SX.shape[1] != expected or rows_SX.stride(1) != 1:
             raise ValueError(
                 f"a cached row for {latent_width} + {rope_width} elements is {expected} wide and "
@@ -104,19 +103,10 @@ class Rows:
         if not is_fp8:
             rope_SR = rows_SX[:, latent_width:]
             return cls(rows_SX, rope_SR, rows_SX, False, unit, distance // unit)
-        if latent_width % SCALE_GROUP or unit < 4:
-            raise ValueError(
-                f"fp8 rows hold a multiple of {SCALE_GROUP} latents and lie a multiple of 4 bytes "
-                f"apart, got {latent_width} latents and {distance} bytes"
-            )
-        return cls(
-            rows_SX[:, :latent_width].view(torch.float8_e4m3fn),
-            rows_SX[:, scale_end:].view(torch.bfloat16),
-            rows_SX[:, latent_width:scale_end].view(torch.float32),
-            True,
-            unit,
-            distance // unit,
-        )
+        if unit < 4:
+            raise ValueError(f"fp8 rows lie a multiple of 4 bytes apart, got {distance}")
+        fp8 = Fp8LatentRows(rows_SX, latent_width)
+        return cls(fp8.values_SC, fp8.rope_SR, fp8.scales_SB, True, unit, distance // unit)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""What every kernel's launch needs: a compiler without types, and the size of the GPU."""
+"""What launches of kernels need: a compiler without types, tiles, and the size of the GPU."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,6 +10,21 @@ import triton
 # Launch options such as num_warps are no parameters of a kernel's function: to a type checker a
 # kernel is anything.
 jit: Callable[[Callable[..., Any]], Any] = triton.jit
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Query rows and keys of a tile, latent columns of a group, warps and stages of loads.
+
+    programs: how many run on a multiprocessor at once.
+    """
+
+    rows: int
+    keys: int
+    group: int
+    num_warps: int
+    num_stages: int
+    programs: int
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -24,8 +24,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from .latent_rows import RAISE, SCALE_GROUP, Queries, Rows, group_width, load_columns, load_rows
-from .launch import ceil_div, jit, multiprocessors, power_of_two
+from .fp8_rows import BLOCK
+from .latent_rows import RAISE, Queries, Rows, group_width, load_columns, load_rows
+from .launch import Tiling, ceil_div, jit, multiprocessors, power_of_two
 from .online_softmax import add_values, combine, log_sum_exp, scores_of, weigh
 from .splits import Processors
 
@@ -109,29 +110,14 @@ def _attend_pages(
         tl.store(out_ptr + place[:, None] * C + c, out, mask=is_row[:, None] & (c < C))
 
 
-@dataclass(frozen=True)
-class DecodeTiling:
-    """Query rows and keys of a tile, latent columns of a group, warps and stages of loads.
-
-    programs: how many run on a multiprocessor at once.
-    """
-
-    rows: int
-    keys: int
-    group: int
-    num_warps: int
-    num_stages: int
-    programs: int
-
-    @classmethod
-    def of(cls, rows: int, is_fp8: bool) -> Self:
-        """Chosen from what the compiler reports for sm_90: no spills, at most 227 KB shared."""
-        if rows > 32:
-            return cls(64, 64, SCALE_GROUP if is_fp8 else 256, 8, 3, 1)
-        group = SCALE_GROUP if is_fp8 else 512
-        if rows > 16:
-            return cls(32, 32 if is_fp8 else 64, group, 8, 3, 1)
-        return cls(16, 64, group, 8, 3, 1)
+def decode_tiling(rows: int, is_fp8: bool) -> Tiling:
+    """For requests of so many query rows: what the compiler reports no spills for on sm_90."""
+    if rows > 32:
+        return Tiling(64, 64, BLOCK if is_fp8 else 256, 8, 3, 1)
+    group = BLOCK if is_fp8 else 512
+    if rows > 16:
+        return Tiling(32, 32 if is_fp8 else 64, group, 8, 3, 1)
+    return Tiling(16, 64, group, 8, 3, 1)
 
 
 @dataclass
@@ -143,7 +129,7 @@ class DecodeParts:
     """
 
     rows: int
-    tiling: DecodeTiling
+    tiling: Tiling
     processors: Processors
     parts_W3: Tensor
     first_B: Tensor
@@ -154,15 +140,14 @@ class DecodeParts:
         cls,
         kv_lens: Sequence[int],
         rows: int,
-        is_fp8: bool,
+        tiling: Tiling,
         device: torch.device,
         processors: int | None = None,
     ) -> Self:
-        """rows: query rows (tokens times heads) of each request.
+        """rows: query rows (tokens times heads) of each request; tiling: see `decode_tiling`.
 
         processors: multiprocessors to share the work among; None: those of the device.
         """
-        tiling = DecodeTiling.of(rows, is_fp8)
         at_once = (processors or multiprocessors(device)) * tiling.programs
         shared = Processors(at_once, ceil_div(rows, tiling.rows), tiling.keys)
         parts, first = _cut(kv_lens, shared, None)

@@ -16,22 +16,20 @@ heads 0.72 us a query, bound by arithmetic; at 16 heads 0.32 us (fp8) and 0.56 u
 memory.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from .fp8_rows import BLOCK
 from .latent_rows import (
     RAISE,
-    SCALE_GROUP,
     Queries,
     Rows,
     group_width,
     load_columns,
     load_rows,
 )
-from .launch import ceil_div, jit, multiprocessors, power_of_two
+from .launch import Tiling, ceil_div, jit, multiprocessors, power_of_two
 from .online_softmax import add_values, combine, log_sum_exp, scores_of, weigh
 from .splits import Processors
 
@@ -121,29 +119,14 @@ def _attend_slots(
         tl.store(out_ptr + place[:, None] * C + c, out, mask=write & (c < C))
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """Heads and keys of a tile, latent columns of a group, warps and stages of loads.
-
-    programs: how many run on a multiprocessor at once.
-    """
-
-    heads: int
-    keys: int
-    group: int
-    num_warps: int
-    num_stages: int
-    programs: int
-
-    @classmethod
-    def of(cls, heads: int, is_fp8: bool) -> "Tiling":
-        """Chosen from what the compiler reports for sm_90: no spills, at most 227 KB shared."""
-        if heads > 32:
-            return cls(64, 64, SCALE_GROUP if is_fp8 else 256, 8, 3, 1)
-        group = SCALE_GROUP if is_fp8 else 512
-        if heads > 16:
-            return cls(32, 64, group, 8, 3, 1)
-        return cls(16, 32, group, 4, 3, 2)
+def sparse_tiling(heads: int, is_fp8: bool) -> Tiling:
+    """For so many heads: what the compiler reports no spills for on sm_90."""
+    if heads > 32:
+        return Tiling(64, 64, BLOCK if is_fp8 else 256, 8, 3, 1)
+    group = BLOCK if is_fp8 else 512
+    if heads > 16:
+        return Tiling(32, 64, group, 8, 3, 1)
+    return Tiling(16, 32, group, 4, 3, 2)
 
 
 def sparse_mla(
@@ -154,6 +137,7 @@ def sparse_mla(
     latent_width: int,
     *,
     num_parts: int | None = None,
+    tiling: Tiling | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attended latents [T, H, C] in the queries' dtype and their natural LSE, fp32 [T, H].
 
@@ -162,14 +146,15 @@ def sparse_mla(
     further apart than they are wide. slots_TK: int32 or int64; an entry counts when its column is
     below counts_T[t] (int32 or int64) and it is not negative. A query without any gives zeros and
     -inf, and may be NaN itself. num_parts: programs that share a query's slots; None: as many as
-    fill the GPU. Raises ValueError or TypeError for other shapes and dtypes.
+    fill the GPU. tiling: None: as `sparse_tiling` says.
+    Raises ValueError or TypeError for other shapes and dtypes.
     """
     tokens, heads, width = q_THX.shape
     _require(q_THX, rows_SX, slots_TK, counts_T)
     rows = Rows.of(rows_SX, latent_width, width - latent_width)
     q = Queries.of(q_THX, latent_width, rows.is_fp8)
-    tiling = Tiling.of(heads, rows.is_fp8)
-    head_blocks = ceil_div(heads, tiling.heads)
+    tiling = tiling or sparse_tiling(heads, rows.is_fp8)
+    head_blocks = ceil_div(heads, tiling.rows)
     tiles = ceil_div(slots_TK.shape[1], tiling.keys)
     if num_parts is None:
         at_once = multiprocessors(q_THX.device) * tiling.programs
@@ -206,7 +191,7 @@ def sparse_mla(
         width - latent_width,
         group_width(latent_width, tiling.group),
         max(16, power_of_two(width - latent_width)),
-        tiling.heads,
+        tiling.rows,
         tiling.keys,
         rows.is_fp8,
         tiling.num_stages,

@@ -7,10 +7,14 @@ import pytest
 import torch
 
 from attention_bed import TOPK, Bed, Chunk, assert_close
+from checkpoints import t_cpu
 from kernel_bed import DEVICE
 from minidsa.attention.dense.torch_ref import TorchDenseBackend
 from minidsa.attention.dense.triton import TritonDenseBackend
 from minidsa.attention.sparse.dsa import DsaBackend
+from minidsa.model.checkpoint import read_config
+from minidsa.model.loader import load_model
+from stepper import Stepper, new_storage
 
 PER_KEY = 4 * 3 * (8 + 6)
 
@@ -100,6 +104,24 @@ def test_prompts_select_in_place():
     backend = DsaBackend(TritonDenseBackend(bed.storage), bed.storage, TOPK)
     chunks = [Chunk("r0", 5, 40), Chunk("r1", 0, 10), Chunk("r2", 59, 60)]
     assert_close(bed.step(backend, chunks, 2), bed.expected(chunks, TOPK))
+
+
+def test_a_whole_model_says_the_same_as_over_torch():
+    """A prompt in chunks past the selection, then tokens: logits near, ids equal."""
+    directory = t_cpu()
+    config = read_config(directory)
+    model = load_model(directory, config, torch.float32, DEVICE)
+    assert config.indexer is not None
+    said = []
+    for backend in (TorchDenseBackend, TritonDenseBackend):
+        storage = new_storage(model, 20, 8)
+        sparse = DsaBackend(backend(storage), storage, config.indexer.topk)
+        stepper = Stepper(model, sparse, storage)
+        prompt_logits = stepper.prefill("a", list(range(3, 24)), 9)
+        tokens, logits = stepper.greedy("a", int(prompt_logits[-1].argmax()), 3)
+        said.append((tokens, torch.cat((prompt_logits, logits)).cpu()))
+    assert said[0][0] == said[1][0]
+    assert_close(said[1][1], said[0][1])
 
 
 def test_no_tokens():
