@@ -29,6 +29,7 @@ from minidsa.scheduler.speculative import Speculation
 from minidsa.server import lark
 from minidsa.server.json_schema import read_schema
 from scheduler_fakes import PreemptingScheduler
+from tokenizers_small import small_tokenizer
 
 ANSWER = lark.json_text(
     read_schema(
@@ -296,3 +297,19 @@ def test_the_grammar_goes_before_a_minimum_length_and_ignored_ends():
             assert text_of(ids) in ("red", "green") and reason == "complete"
     for ids, reason in run(submits("start: /[0-9]*/", 4, max_tokens=9, stop_token_ids=[])).values():
         assert text_of(ids).isdecimal() and (len(ids), reason) == (9, "length")
+
+
+def test_a_thinking_budget_ends_bound_thoughts_between_characters():
+    fields = {"temperature": 0.0, "thinking_budget": 1, "end_think_id": THINK_END}
+    m = matcher(THINKING)
+    half, rest = [small_tokenizer(VOCAB).encode_runs(["é"])[i] for i in (0, 1)]
+    m.accept([half])
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1))
+    logits[0, rest] = 50.0
+    assert sample(logits, [SampleInput(params(**fields), [5], [half], m)]) == [rest]
+    m.accept([rest])
+    assert sample(logits, [SampleInput(params(**fields), [5], [half, rest], m)]) == [THINK_END]
+    m.accept([THINK_END])
+    done = [half, rest, THINK_END]
+    (token,) = sample(logits, [SampleInput(params(**fields), [5], done, m)])
+    assert text_of([token])[0] in "{ \n\t\r"
