@@ -43,7 +43,7 @@ GROUPS = (
             Flag(
                 "--attention-backend",
                 "engine.attention_backend",
-                "auto, torch, or dsa, which insists on an indexer",
+                "auto, torch, triton, or dsa, which insists on an indexer",
             ),
             Flag("--seed", "engine.seed", "where seeds of requests without one are drawn from"),
         ),
