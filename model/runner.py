@@ -3,6 +3,7 @@
 Here sampled tokens become host integers again, and drafts are held against them.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate, chain
 
@@ -58,7 +59,10 @@ class ModelRunner:
         for sequence, end, output in zip(sequences, ends, outputs, strict=True):
             if sequence.num_prompt_logprobs is not None and output.error is None:
                 start = end - len(sequence.token_ids)
-                output.prompt_logprobs.extend(self._prompt_scores(hidden_TD, start, sequence))
+                scores = self._prompt_scores(hidden_TD, start, sequence)
+                output.prompt_logprobs.extend(scores)
+                if not all(math.isfinite(score.logprob) for score in scores):
+                    output.error = NON_FINITE
         if self.drafter is not None:
             self.drafter.propose(hidden_TD, plan, sequences, outputs)
         return outputs

@@ -2,7 +2,8 @@
 
 A draw is the inverse of the cumulative distribution at one number u(seed, position), so a
 request's tokens depend on its own seed and logits alone: batch mates, chunking and recomputation
-after preemption cannot move them.
+after preemption cannot move them. The distribution is summed in the order of ids, not of
+probabilities, so a rounding error that swaps two nearly equal ones hardly moves a border.
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ def sample(logits_NV: Tensor, inputs: Sequence[SampleInput]) -> list[int]:
 
 
 def _draw(logits_NV: Tensor, inputs: Sequence[SampleInput]) -> list[int]:
-    """Draw by inverse CDF over the falling order, of which every filter keeps a front part.
+    """Draw by inverse CDF among the ids that the filters keep: a front part of the falling order.
 
     min_p and top_k cut first, top_p cuts what is left after renormalising; ties fall to the lower
     id, as in greedy choice. The sums are fp64, so a vocabulary of any size keeps its tail.
@@ -55,11 +56,12 @@ def _draw(logits_NV: Tensor, inputs: Sequence[SampleInput]) -> list[int]:
     before_NV = mass_NV - probs_NV
     keep_NV &= before_NV < column([p.top_p for p in params]) * mass_NV[:, -1:]
     keep_NV[:, 0] = True
-    last_N1 = keep_NV.sum(dim=-1, keepdim=True) - 1
+    kept_NV = torch.where(keep_NV, probs_NV, 0.0)
+    mass_NV = torch.zeros_like(kept_NV).scatter_(1, order_NV, kept_NV).cumsum(dim=-1)
     draws_N1 = column([uniform(row.params.seed, row.position) for row in inputs])
-    targets_N1 = draws_N1 * mass_NV.gather(1, last_N1)
-    ranks_N1 = torch.searchsorted(mass_NV, targets_N1, right=True).minimum(last_N1)
-    return order_NV.gather(1, ranks_N1).squeeze(1).tolist()
+    ids_N1 = torch.searchsorted(mass_NV, draws_N1 * mass_NV[:, -1:], right=True)
+    # Where the product rounds up to the whole mass: the last id that was kept.
+    return ids_N1.minimum(mass_NV.argmax(dim=-1, keepdim=True)).squeeze(1).tolist()
 
 
 def _adjust(logits_NV: Tensor, inputs: Sequence[SampleInput]) -> Tensor:

@@ -9,9 +9,10 @@ fill such places with rows that the request owns; the others never let them reac
 
 On a CPU `absorbed_query`, `latent_attention`, `unabsorb` and `index_scores` give a query the same
 bits in any company: alone or in a batch, decoded or in a prompt chunk, with more or fewer hidden
-keys behind those it sees. The BLAS does so for products of at least FEWEST_ROWS rows and
-FEWEST_KEYS columns, so smaller ones are filled up with zeros; what a query's keys contribute is
-summed in blocks of BLOCK keys, and a hidden key contributes an exact 0.
+keys behind those it sees. The BLAS computes rows four by four, and a rest of fewer in another
+order; so it does with fewer than 12 columns. Products are therefore filled up with zeros, to a
+multiple of ROWS and to FEWEST_KEYS (latents and values of a head are wider). What a query's keys
+contribute is summed in blocks of BLOCK keys, and a hidden key contributes an exact 0.
 """
 
 import torch
@@ -20,8 +21,10 @@ from torch import Tensor
 
 HIDDEN = float("-inf")
 BLOCK = 64
-FEWEST_ROWS = 4
+ROWS = 4
 FEWEST_KEYS = 16
+# Below so many multiplications torch takes a loop of its own instead of the BLAS.
+SMALL_PRODUCT = 400
 
 
 def absorbed_query(nope_THN: Tensor, rope_THR: Tensor, w_uk_HNC: Tensor, scale: float) -> Tensor:
@@ -41,10 +44,16 @@ def unabsorb(latent_THC: Tensor, w_uv_HVC: Tensor) -> Tensor:
 def _per_head(x_THD: Tensor, w_HDE: Tensor) -> Tensor:
     """Each head's rows times its own matrix, [H, T, E]."""
     tokens = len(x_THD)
-    if tokens >= FEWEST_ROWS or x_THD.device.type != "cpu":
+    if tokens % ROWS == 0 or x_THD.device.type != "cpu":
         return torch.bmm(x_THD.transpose(0, 1), w_HDE)
-    x_THD = F.pad(x_THD, (0, 0, 0, 0, 0, FEWEST_ROWS - tokens))
+    x_THD = F.pad(x_THD, (0, 0, 0, 0, 0, -tokens % ROWS))
     return torch.bmm(x_THD.transpose(0, 1), w_HDE)[:, :tokens]
+
+
+def _filled(x_BQX: Tensor) -> Tensor:
+    """x_BQX with rows of zeros behind it, up to a multiple of ROWS."""
+    missing = -x_BQX.shape[1] % ROWS
+    return F.pad(x_BQX, (0, 0, 0, missing)) if missing else x_BQX
 
 
 def latent_attention(
@@ -61,9 +70,7 @@ def latent_attention(
     rows, q_BQX = rows_BLX.float(), q_BQX.float()
     if length % BLOCK:
         rows = F.pad(rows, (0, 0, 0, -length % BLOCK))
-    if queries < FEWEST_ROWS:
-        q_BQX = F.pad(q_BQX, (0, 0, 0, FEWEST_ROWS - queries))
-    scores_BQL = torch.bmm(q_BQX, rows.transpose(1, 2))[:, :queries]
+    scores_BQL = torch.bmm(_filled(q_BQX), rows.transpose(1, 2))[:, :queries]
     scores_BQL[..., length:] = HIDDEN
     if hidden_BwX is not None:
         _, tokens, count = hidden_BwX.shape
@@ -76,8 +83,7 @@ def latent_attention(
 def _weighted_sums(weights_BQL: Tensor, values_BLC: Tensor) -> Tensor:
     """weights @ values, [B, Q, C], block by block of L; the blocks' results are summed in order."""
     batch, queries, length = weights_BQL.shape
-    if queries < FEWEST_ROWS:
-        weights_BQL = F.pad(weights_BQL, (0, 0, 0, FEWEST_ROWS - queries))
+    weights_BQL = _filled(weights_BQL)
     if length == BLOCK:
         return torch.bmm(weights_BQL, values_BLC)[:, :queries]
     weights_XQL = weights_BQL.unflatten(2, (-1, BLOCK)).transpose(1, 2).flatten(0, 1)
@@ -158,20 +164,17 @@ def index_scores(q_BQnD: Tensor, weights_BQn: Tensor, *keys: Tensor) -> Tensor:
     """
     batch, queries, heads, width = q_BQnD.shape
     q_BXD = q_BQnD.reshape(batch, queries * heads, width).float()
-    if queries * heads < FEWEST_ROWS:
-        q_BXD = F.pad(q_BXD, (0, 0, 0, FEWEST_ROWS - queries * heads))
-    pieces = [_dots(q_BXD, keys_BLD.float()) for keys_BLD in keys]
+    length = sum(keys_BLD.shape[1] for keys_BLD in keys)
+    fewest = max(FEWEST_KEYS, -(-SMALL_PRODUCT // (ROWS * heads)))
+    if length < fewest:
+        keys = (F.pad(torch.cat(keys, dim=1), (0, 0, 0, fewest - length)),)
+    q_BXD = _filled(q_BXD)
+    pieces = [torch.bmm(q_BXD, keys_BLD.float().transpose(1, 2)) for keys_BLD in keys]
     dots_BXL = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
-    dots_BQnL = dots_BXL[:, : queries * heads].relu_().unflatten(1, (queries, heads))
-    return dots_BQnL.mul_(weights_BQn.unsqueeze(-1)).sum(dim=2)
-
-
-def _dots(q_BXD: Tensor, keys_BLD: Tensor) -> Tensor:
-    length = keys_BLD.shape[1]
-    if length >= FEWEST_KEYS:
-        return torch.bmm(q_BXD, keys_BLD.transpose(1, 2))
-    keys_BLD = F.pad(keys_BLD, (0, 0, 0, FEWEST_KEYS - length))
-    return torch.bmm(q_BXD, keys_BLD.transpose(1, 2))[..., :length]
+    dots_XnL = dots_BXL[:, : queries * heads].relu_().reshape(batch * queries, heads, -1)
+    # A single row of weights, ROWS times.
+    weights_XRn = weights_BQn.reshape(batch * queries, 1, heads).float().expand(-1, ROWS, -1)
+    return torch.bmm(weights_XRn, dots_XnL)[:, 0, :length].unflatten(0, (batch, queries))
 
 
 def slots_of_positions(positions_TK: Tensor, table_TP: Tensor, page_size: int) -> Tensor:

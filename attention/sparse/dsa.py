@@ -16,7 +16,7 @@ from ..base import AttentionBackend, MlaLayer, Plan, Query, SlotAttention
 from ..kernels.reference import BLOCK, absorbed_query, latent_attention, unabsorb
 from ..kernels.topk import check_selection
 from ..metadata import AttentionBatch, Part
-from .selection import Selection, SelectionSize, new_selection
+from .selection import OnScores, Selection, SelectionSize, new_selection
 
 Mode = Literal["auto", "sparse", "dense"]
 
@@ -50,7 +50,8 @@ class DsaBackend:
     workspace_bytes bounds the index scores of a tile with all that top-k makes of them, and the
     rows gathered at once; down to those of one query.
     mode: "sparse" always selects, "dense" never does (and is then inexact above `index_topk`).
-    on_select watches the selections. check_selections raises RuntimeError on an impossible one.
+    on_select watches the selections and on_scores, which may be set later, what they are made of.
+    check_selections raises RuntimeError on an impossible one.
     """
 
     slot_attention = None
@@ -76,6 +77,7 @@ class DsaBackend:
         self.storage = storage
         self.size = SelectionSize(index_topk, workspace_bytes)
         self.mode = mode
+        self.on_scores: OnScores | None = None
         self.on_select = on_select
         self.check_selections = check_selections
 
@@ -152,7 +154,7 @@ class DsaBackend:
             return
         if q.index is None:
             raise ValueError(f"the plan selects in layer {layer}, but the query has no index part")
-        selection.score(layer, q.index, self.storage)
+        selection.score(layer, q.index, self.storage, self.on_scores)
         if self.on_select is not None:
             counts_T = selection.visible_T.clamp(max=self.size.topk)
             self.on_select(layer, selection.positions_TK, counts_T)

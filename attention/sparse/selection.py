@@ -5,6 +5,7 @@ by the indexer, tile by tile, so that no more scores exist at once than the work
 selection stays in the plan: layers without index keys of their own use the one made before.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +18,10 @@ from ..kernels.topk import top_k_of_many
 from ..metadata import Part
 from ..slots import RequestSlots
 from ..tiles import Tile, Workspace, decode_tiles, extend_tiles
+
+# What a test or a debugging session may watch: layer, scores [T, L] of a tile, what each query sees
+# of the L keys [T]. Called before the selection is made, for queries that see more than K.
+OnScores = Callable[[int, Tensor, Tensor], None]
 
 # Copies of a tile's scores, counted in 4 bytes a score, that the exact top-k makes at its worst.
 TOP_K_COPIES = 14
@@ -75,7 +80,13 @@ class Selection:
         self.positions_TK.copy_(columns_K.expand_as(self.positions_TK))
         self.positions_TK.masked_fill_(self.hidden_TK, -1)
 
-    def score(self, layer: int, query: IndexQuery, storage: CacheStorage) -> None:
+    def score(
+        self,
+        layer: int,
+        query: IndexQuery,
+        storage: CacheStorage,
+        on_scores: OnScores | None = None,
+    ) -> None:
         """Select for every query that sees more than K keys."""
         if not self.tiles:
             self.tiles = self._cut(self.size.workspace(query))
@@ -86,6 +97,8 @@ class Selection:
             scores_TL = scores_GwL.flatten(0, 1)
             if tile.hidden_TX is not None:
                 scores_TL[:, tile.first_hidden :].masked_fill_(tile.hidden_TX, float("-inf"))
+            if on_scores is not None:
+                on_scores(layer, scores_TL, tile.visible_T)
             self.positions_TK[tile.tokens] = top_k_of_many(scores_TL, tile.visible_T, topk)
         self.scored_in = layer
 
