@@ -230,7 +230,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
      "input.0.content"),
     ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input.0"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
-    ({"max_output_tokens": 10**6}, "input"),
+    ({"max_output_tokens": 10**6}, "max_output_tokens"),
     ({"temperature": 3.0}, "temperature"),
     ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name"),
