@@ -32,7 +32,7 @@ CLIENTS = {
 def main() -> int:
     """Run the named clients; returns 1 if any failed."""
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "e2e")]
-    from server_process import ServerProcess
+    from server_process import ServerProcess  # pyright: ignore[reportMissingImports]
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("clients", nargs="*", metavar="CLIENT", help=", ".join(CLIENTS))
