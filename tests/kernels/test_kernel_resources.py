@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SHARED_OF_A_PROCESSOR = 232_448
-# A few bytes that are put aside outside of the loops cost nothing.
+# A few registers are put aside, how many depends on the compiler's version; spilt tiles take more.
 STACK = 32
 
 
