@@ -42,6 +42,8 @@ class CacheConfig:
     """Share of the memory left after the weights that the cache may take when it is sized."""
     prefix_reuse: bool = True
     """Whether rows of a prompt that was computed before are used again."""
+    host_bytes: int = 0
+    """Host memory for cached rows that must make way on the device; 0 for none."""
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ def validate(config: EngineConfig) -> None:
         ("max_queue", scheduler.max_queue, 1, 1 << 24),
         ("page_size", cache.page_size, 1, 1 << 16),
         ("num_pages", cache.num_pages, 1, None),
+        ("host_bytes", cache.host_bytes, 0, None),
         ("max_model_len", config.max_model_len, 2, None),
         ("num_threads", config.num_threads, 1, 1 << 10),
         ("num_speculative_tokens", config.speculative.num_tokens, 1, MOST_DRAFTS),
@@ -50,6 +51,8 @@ def validate(config: EngineConfig) -> None:
         if value is not None and not least <= value <= (most or value):
             above = "at least" if most is None else f"at most {most} and at least"
             raise SettingError(f"{name} is {value}; it must be {above} {least}")
+    if cache.host_bytes and not cache.prefix_reuse:
+        raise SettingError("host_bytes needs prefix_reuse: rows in host memory are found by prefix")
     if not 0 < cache.memory_fraction <= 1:
         raise SettingError(f"memory_fraction is {cache.memory_fraction}; it must be in (0, 1]")
     timeouts = (

@@ -6,6 +6,7 @@ room: free ones are taken first, then the idle ones in the order of their last u
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from .block_table import BlockTable
 from .pool import PagePool
@@ -15,15 +16,37 @@ Tokens = Callable[[int, int], Sequence[int]]
 """Ids of the tokens start..stop-1 of a request."""
 
 
-class KvCache:
-    """Pages of `page_size` tokens, handed to block tables and found again by their tokens."""
+class Tier(Protocol):
+    """Where rows go that must make way: `host_tier.HostTier`. Nothing moves before `settle`."""
 
-    def __init__(self, num_pages: int, page_size: int, reuses_prefixes: bool = True) -> None:
+    def __len__(self) -> int: ...
+    def __contains__(self, key: object) -> bool: ...
+    def store(self, page: int, key: bytes) -> None: ...
+    def load(self, key: bytes, page: int) -> None: ...
+    def forget(self, keys: Sequence[bytes] | None = None) -> None: ...
+    def settle(self) -> None: ...
+
+
+class KvCache:
+    """Pages of `page_size` tokens, handed to block tables and found again by their tokens.
+
+    reuses_prefixes: whether rows are ever found again. tier: where evicted rows go, if anywhere.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        reuses_prefixes: bool = True,
+        tier: Tier | None = None,
+    ) -> None:
         self.pool = PagePool(num_pages)
         self.prefix = PrefixCache()
         self.page_size = page_size
         self.reuses_prefixes = reuses_prefixes
+        self.tier = tier
         self.num_evictions = 0  # idle pages that were given up because pages were short
+        self.num_loads = 0  # pages whose rows came back from the tier
 
     @property
     def num_tokens(self) -> int:
@@ -64,8 +87,8 @@ class KvCache:
         self.prefix.wake(found)
         self.pool.share(found)
         table.pages = found + self._take(missing)
-        table.num_shared = len(found)
-        return len(found) * self.page_size
+        table.num_shared = len(found) + (self._load(table, len(found), num_tokens) if reads else 0)
+        return table.num_shared * self.page_size
 
     def grow(self, table: BlockTable, num_tokens: int, spare: int = 0) -> bool:
         """Make room for `num_tokens` in all and leave `spare` pages available.
@@ -99,12 +122,21 @@ class KvCache:
     def discard(self, table: BlockTable) -> None:
         """Release a table whose rows nobody must use again."""
         self.prefix.forget(table.pages[: table.num_shared])
+        if self.tier is not None and table.chain is not None:
+            self.tier.forget(table.chain.keys)
         self.release(table)
 
     def flush(self) -> None:
         """Forget every cached row; pages that are held stay with their holders."""
         for page in self.prefix.clear():
             self.pool.reclaim(page)
+        if self.tier is not None:
+            self.tier.forget()
+
+    def settle(self) -> None:
+        """Let every row be where the tables say, before the next step is computed."""
+        if self.tier is not None:
+            self.tier.settle()
 
     def check(self, tables: Iterable[BlockTable]) -> None:
         """Raise RuntimeError if a page is lost, held by nobody, or written by one of its holders.
@@ -128,9 +160,25 @@ class KvCache:
             chain.extend(tokens(chain.num_tokens, full * self.page_size))
         return self.prefix.find(chain.keys[:full])
 
+    def _load(self, table: BlockTable, start: int, num_tokens: int) -> int:
+        """Fill the pages of a new table from `start` on with rows of the tier; returns how many."""
+        if self.tier is None or table.chain is None:
+            return 0
+        stop = start
+        for key in table.chain.keys[start : (num_tokens - 1) // self.page_size]:
+            if key not in self.tier:
+                break
+            self.tier.load(key, table.pages[stop])
+            self.prefix.publish(table.pages[stop], key)
+            stop += 1
+        self.num_loads += stop - start
+        return stop - start
+
     def _take(self, count: int) -> list[int]:
         for _ in range(count - self.pool.num_free):
-            page, _ = self.prefix.give_up()
+            page, key = self.prefix.give_up()
+            if self.tier is not None:
+                self.tier.store(page, key)
             self.pool.reclaim(page)
             self.num_evictions += 1
         return self.pool.take(count)

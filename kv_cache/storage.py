@@ -38,6 +38,10 @@ class CacheStorage:
             for owns in layout.index_layers
         ]
 
+    def planes(self) -> list[Tensor]:
+        """Every tensor that holds rows, [..., slots, width]: all that moves when a page moves."""
+        return [self.latent_LSC, *(keys for keys in self.index_k if keys is not None)]
+
     def write_latent(self, layer: int, slots_T: Tensor, latent_TC: Tensor, rope_TR: Tensor) -> None:
         """Store the latent and the rotated key of T tokens."""
         width = latent_TC.shape[1]

@@ -18,6 +18,7 @@ from ..configs.machine import detect, free_bytes
 from ..configs.resolve import resolve_cache, resolve_drafts, resolve_run
 from ..configs.setting_error import SettingError
 from ..kv_cache.cache import KvCache
+from ..kv_cache.host_tier import HostTier
 from ..kv_cache.storage import CacheStorage
 from .checkpoint import read_config
 from .config import ModelConfig
@@ -125,7 +126,8 @@ def _assemble(
     # One page more than can be handed out: page 0 is where padding writes.
     storage = CacheStorage(layout, num_pages + 1, page_size, model.dtype, model.device)
     backend = choice.build(storage, None if indexer is None else indexer.topk)
-    kv_cache = KvCache(num_pages, page_size, config.cache.prefix_reuse)
+    tier = _host_tier(storage, config.cache.host_bytes, notes)
+    kv_cache = KvCache(num_pages, page_size, config.cache.prefix_reuse, tier)
     info = EngineInfo(
         model_type=model.config.model_type,
         vocab_size=model.config.vocab_size,
@@ -155,6 +157,16 @@ def _drafter(config: EngineConfig) -> Literal["none", "mtp", "ngram"]:
     if method == "auto":
         raise ValueError("the speculative method was left open: resolve it first")
     return method
+
+
+def _host_tier(storage: CacheStorage, num_bytes: int, notes: list[str]) -> HostTier | None:
+    if not num_bytes:
+        return None
+    if num_bytes > free_bytes():
+        raise SettingError(f"host_bytes is {num_bytes}; {free_bytes()} bytes of memory are free")
+    tier = HostTier(storage, num_bytes)
+    notes.append(f"host tier of {tier.num_pages} pages: host_bytes is {num_bytes}")
+    return tier
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -122,6 +122,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
     num_evictions: int = 0
+    num_host_pages: int = 0  # pages whose rows are in host memory
+    num_host_loads: int = 0  # pages whose rows came back from there
     drafts: DraftStats | None = None
 
 

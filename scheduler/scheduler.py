@@ -87,7 +87,9 @@ class Scheduler:
 
     def schedule(self) -> Step:
         """Form the next step; false when there is nothing to compute."""
-        return self._planner.plan()
+        step = self._planner.plan()
+        self.cache.settle()
+        return step
 
     def preempt_last(self) -> Request:
         """Put the running request of the last rank back into the queue, as short pages do."""

@@ -43,5 +43,7 @@ def engine_stats(
         num_prefix_queries=counters.num_prefix_queries,
         num_prefix_hits=counters.num_prefix_hits,
         num_evictions=cache.num_evictions,
+        num_host_pages=0 if cache.tier is None else len(cache.tier),
+        num_host_loads=cache.num_loads,
         drafts=drafts,
     )

@@ -33,6 +33,7 @@ class _EngineCollector(Collector):
             ("num_requests_running", "Requests in the running batch", now.num_running),
             ("num_requests_waiting", "Requests in the queue", now.num_waiting),
             ("kv_cache_usage_perc", "Share of cache pages in use", used / (now.num_pages or 1)),
+            ("host_cache_pages", "Pages kept in host memory", now.num_host_pages),
             ("prefix_cache_pages", "Pages that can be found by their prefix", now.num_cached_pages),
         )
         counters = (
@@ -45,6 +46,7 @@ class _EngineCollector(Collector):
                 now.num_prefix_queries,
             ),
             ("prefix_cache_hits", "Prompt tokens found in the cache", now.num_prefix_hits),
+            ("host_cache_loads", "Pages that came back from host memory", now.num_host_loads),
             ("prefix_cache_evictions", "Cached pages given up for room", now.num_evictions),
         )
         if (drafts := now.drafts) is not None:

@@ -5,7 +5,7 @@ before it was written, or after it was given back, ends in a token nobody expect
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,6 +15,7 @@ import torch
 from minidsa.attention.registry import choose
 from minidsa.configs.engine import SchedulerConfig
 from minidsa.kv_cache.cache import KvCache
+from minidsa.kv_cache.host_tier import HostTier
 from minidsa.kv_cache.pool import PagePool
 from minidsa.kv_cache.storage import CacheStorage
 from minidsa.model.checkpoint import read_config
@@ -41,17 +42,20 @@ class Settings:
     num_drafts: int = 3
     max_model_len: int = 512
     reuse: bool = True
+    host_pages: int = 0
 
 
 class NanPool(PagePool):
     """A pool whose freed pages cannot be read any more."""
 
-    def __init__(self, num_pages: int, storage: CacheStorage) -> None:
+    def __init__(self, num_pages: int, storage: CacheStorage, settle: Callable[[], None]) -> None:
         super().__init__(num_pages)
+        self._settle = settle
         self._storage = storage
 
     def reclaim(self, page: int) -> None:
         super().reclaim(page)
+        self._settle()
         size = self._storage.page_size
         rows = slice(page * size, (page + 1) * size)
         self._storage.latent_LSC[:, rows] = torch.nan
@@ -86,8 +90,13 @@ class ModelDriver:
         )
         backend = choice.build(storage, config.indexer.topk if config.indexer else None)
         self.runner = ModelRunner(model, backend, storage)
-        cache = KvCache(settings.pages, settings.page_size, settings.reuse)
-        cache.pool = NanPool(settings.pages, storage)
+        tier = None
+        if settings.host_pages:
+            page_bytes = sum(plane.nbytes for plane in storage.planes()) // (settings.pages + 1)
+            tier = HostTier(storage, settings.host_pages * page_bytes)
+        cache = KvCache(settings.pages, settings.page_size, settings.reuse, tier)
+        # Whatever is to be kept of a page is copied before the page is made unreadable.
+        cache.pool = NanPool(settings.pages, storage, cache.settle)
         limits = SchedulerConfig(
             max_num_seqs=settings.seats, max_num_batched_tokens=max(settings.budget, settings.seats)
         )

@@ -89,6 +89,14 @@ def test_impossible_settings_are_refused_by_name(field, value):
         validate(config(**{field: value}))
 
 
+def test_a_host_tier_is_bounded_below_and_needs_prefixes():
+    with pytest.raises(ValueError, match=r"^host_bytes is -1"):
+        validate(config(host_bytes=-1))
+    cache = CacheConfig(prefix_reuse=False, host_bytes=1 << 20)
+    with pytest.raises(ValueError, match="host_bytes needs prefix_reuse"):
+        validate(dataclasses.replace(config(), cache=cache))
+
+
 def test_cuda_without_a_device_is_refused():
     with pytest.raises(ValueError, match="no CUDA device"):
         resolve_run(config(device="cuda"), CPU, "float32")
