@@ -9,6 +9,7 @@ to attend over latents (absorbed) or expanded keys.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...attention.base import AttentionBackend, MlaLayer, Plan, Query
@@ -69,7 +70,9 @@ class Mla:
     def pack(self) -> None:
         """Pack the first projection; the index weights become a part of it, one product less."""
         if self.indexer is not None and packs(self.down.weight_ED):
-            self.down.weight_ED = torch.cat((self.down.weight_ED, self.indexer.weights_nD))
+            joined_ED = torch.cat((self.down.weight_ED, self.indexer.weights_nD))
+            # Rotated pairs are read as complex numbers, which needs rows of even length.
+            self.down.weight_ED = F.pad(joined_ED, (0, 0, 0, len(joined_ED) % 2))
             self.indexer.weights_nD = self.indexer.weights_nD.new_empty(0)
             self._joined = True
         self.down.pack()
@@ -109,7 +112,9 @@ class Mla:
 
     def _index_weights(self, indexer: Indexer, x_TD: Tensor, down_TE: Tensor) -> Tensor:
         if self._joined:
-            return down_TE[:, -indexer.indexer.num_heads :]
+            end = self.latent_start + self.config.kv_lora_rank + self.config.rope_dim
+            first = end + indexer.indexer.head_dim
+            return down_TE[:, first : first + indexer.indexer.num_heads]
         return indexer.weights(x_TD)
 
     def _attend(self, q: Query, step: Step) -> Tensor:
