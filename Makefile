@@ -4,7 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: serve test test-unit test-deep clients check format dev bench train train-drafts train-smoke clean
+.PHONY: serve test test-unit test-deep sweep clients check format dev bench train train-drafts \
+	train-smoke clean
 
 serve: $(VENV)/.installed
 	$(BIN)/minidsa serve $(ARGS)
@@ -22,9 +23,8 @@ test-unit: dev
 test-deep: dev
 	$(PYTEST) -m "deep and not gpu" $(ARGS)
 
-# Public clients against a served tiny-dsa, each in an environment of its own under build/clients.
-clients: dev
-	$(BIN)/python tests/clients/run.py $(ARGS)
+.PHONY: serve test test-unit test-deep sweep clients check format dev bench train train-drafts \
+	train-smoke clean
 
 check: dev
 	$(BIN)/ruff format --check .

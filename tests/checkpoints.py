@@ -119,10 +119,21 @@ def t_cpu() -> Path:
 @functools.cache
 def t_tied() -> Path:
     """Rows 2i and 2i + 1 of the head are one ulp apart: the last bits decide who wins."""
-    tensors = tensors_of(T_CPU)
+    return _written(T_CPU, _tied(tensors_of(T_CPU)))
+
+
+@functools.cache
+def t_tied_dense() -> Path:
+    """`t_tied` without an indexer, so that every length is attended to whole."""
+    config = {name: value for name, value in T_CPU.items() if not name.startswith("index_")}
+    config |= {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
+    return _written(config, _tied(tensors_of(config)))
+
+
+def _tied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     head = tensors["lm_head.weight"]
     head[1::2] = torch.nextafter(head[0::2], torch.tensor(torch.inf))
-    return _written(T_CPU, tensors)
+    return tensors
 
 
 @functools.cache
