@@ -26,7 +26,7 @@ BEDS = {"sparse": t_tied, "dense": t_tied_dense, "accepted drafts": t_markov}
 @pytest.mark.parametrize("bed", BEDS)
 def test_num_17_every_answer_is_its_own_in_a_few_settings(bed):
     sweep = Sweep(BEDS[bed](), num_requests=20)
-    assert [found for seed in range(12) if (found := sweep.difference(seed))] == []
+    assert [found for seed in range(6) if (found := sweep.difference(seed))] == []
 
 
 @pytest.mark.deep
