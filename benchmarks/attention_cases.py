@@ -131,7 +131,7 @@ class Sparse:
 
     def entries(self, peer: Attended | None, others: Sequence[Tiling]) -> Iterator[Entry]:
         usual = sparse_tiling(self.q_THX.shape[1], self.is_fp8)
-        yield from tiled(self.ours, self.check, usual, others)
+        yield from tiled(lambda tiling: partial(self.ours, tiling), self.check, usual, others)
         if peer is not None:
             yield Entry("FlashMLA", peer, partial(self.check, peer))
 
@@ -190,25 +190,25 @@ class Dense:
 
     def entries(self, peers: Peers, others: Sequence[Tiling]) -> Iterator[Entry]:
         usual = decode_tiling(self.width * self.q_THX.shape[1], False)
-        yield from tiled(lambda tiling: self.ours(tiling)(), self.check, usual, others)
+        yield from tiled(self.ours, self.check, usual, others)
         if peers.has("flashmla"):
             peer = self.flash()
             yield Entry("FlashMLA", peer, partial(self.check, peer))
 
 
 def tiled(
-    run: Callable[[Tiling], tuple[Tensor, Tensor]],
+    make: Callable[[Tiling], Attended],
     check: Callable[[Attended], str],
     usual: Tiling,
     others: Sequence[Tiling],
 ) -> Iterator[Entry]:
     """Ours as it is chosen, and under each of the other tilings."""
-    ours = partial(run, usual)
+    ours = make(usual)
     yield Entry("minidsa", ours, partial(check, ours))
     for other in others:
         if other != usual:
             name = f"minidsa {other.rows}x{other.keys}/{other.group} w{other.num_warps}"
-            run_other = partial(run, other)
+            run_other = make(other)
             yield Entry(f"{name} s{other.num_stages}", run_other, partial(check, run_other))
 
 
