@@ -23,7 +23,7 @@ from statistics import median
 import torch
 import triton
 
-from benchmarks import attention_cases, index_cases
+from benchmarks import attention_cases, index_cases, product_cases
 from benchmarks.kernel_cases import Case, Entry, Section
 from benchmarks.peers import Peers
 
@@ -31,7 +31,9 @@ FLUSH_BYTES = 256 << 20
 # Names of our entries begin so; the others are peers.
 OURS = "minidsa"
 
-SECTIONS: dict[str, Section] = index_cases.SECTIONS | attention_cases.SECTIONS
+SECTIONS: dict[str, Section] = (
+    index_cases.SECTIONS | attention_cases.SECTIONS | product_cases.SECTIONS
+)
 
 
 class Clock:

@@ -19,11 +19,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from .fp8_round import fp8_scale, to_fp8
 from .fp8_rows import FP8, Fp8LatentRows, IndexPages
 from .launch import jit
-
-FP8_MAX: tl.constexpr = tl.constexpr(448.0)
-AMAX_FLOOR: tl.constexpr = tl.constexpr(1e-4)
 
 
 @dataclass(frozen=True)
@@ -157,23 +155,6 @@ def _rotate(pairs, angles_ptr, WIDTH: tl.constexpr, R: tl.constexpr):
 
 
 @jit
-def _fp8_scale(amax, POWER_OF_TWO: tl.constexpr):
-    scale = tl.div_rn(tl.maximum(amax, AMAX_FLOOR), FP8_MAX)
-    if POWER_OF_TWO:
-        # Up to the next power of two in the bits: exp2 and log2 are not exact everywhere.
-        bits = scale.to(tl.int32, bitcast=True)
-        bits = tl.where((bits & 0x7FFFFF) == 0, bits, (bits & 0x7F800000) + 0x800000)
-        scale = bits.to(tl.float32, bitcast=True)
-    return scale
-
-
-@jit
-def _to_fp8(rows, scale):
-    quotient = tl.div_rn(rows, scale)
-    return tl.minimum(tl.maximum(quotient, -FP8_MAX), FP8_MAX).to(tl.float8e4nv)
-
-
-@jit
 def _write(
     projected_ptr,
     angles_ptr,
@@ -214,8 +195,8 @@ def _write(
         latent_ptrs = latent_ptr + slot * latent_stride + tl.arange(0, C)
         if LATENT_FP8:
             blocks = tl.reshape(latent.to(tl.float32), (C // 128, 128))
-            scale = _fp8_scale(tl.max(tl.abs(blocks), axis=1), POWER_OF_TWO)
-            tl.store(latent_ptrs, tl.reshape(_to_fp8(blocks, scale[:, None]), (C,)))
+            scale = fp8_scale(tl.max(tl.abs(blocks), axis=1), POWER_OF_TWO)
+            tl.store(latent_ptrs, tl.reshape(to_fp8(blocks, scale[:, None]), (C,)))
             tl.store(scales_ptr + slot * scales_stride + tl.arange(0, C // 128), scale)
         else:
             tl.store(latent_ptrs, latent)
@@ -232,8 +213,8 @@ def _write(
         key_ptrs += tl.arange(0, D)
         if INDEX_FP8:
             wide = key.to(tl.float32)
-            key_scale = _fp8_scale(tl.max(tl.abs(wide)), POWER_OF_TWO)
-            tl.store(key_ptrs, _to_fp8(wide, key_scale))
+            key_scale = fp8_scale(tl.max(tl.abs(wide)), POWER_OF_TWO)
+            tl.store(key_ptrs, to_fp8(wide, key_scale))
             place = slot // PAGE * key_scales_stride + slot % PAGE
             tl.store(key_scales_ptr + place, key_scale)
         else:
@@ -281,7 +262,7 @@ def _quantise_queries(
         pairs = tl.reshape(q.to(tl.float32), (N, D // 2, 2))
         q = tl.reshape(_rotate(pairs, angles_ptr + token * R, D, R), (N, D)).to(q.dtype)
     q = q.to(tl.float32)
-    scale = _fp8_scale(tl.max(tl.abs(q), axis=1), False)
-    tl.store(q8_ptr + token * N * D + places, _to_fp8(q, scale[:, None]))
+    scale = fp8_scale(tl.max(tl.abs(q), axis=1), False)
+    tl.store(q8_ptr + token * N * D + places, to_fp8(q, scale[:, None]))
     heads = token * N + tl.arange(0, N)
     tl.store(scaled_ptr + heads, tl.load(weights_ptr + heads).to(tl.float32) * scale)

@@ -1,0 +1,1 @@
+"""Triton kernels of products with block-scaled fp8 weights, for CUDA GPUs with fp8 tensor cores."""

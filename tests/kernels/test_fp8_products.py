@@ -1,0 +1,146 @@
+"""Products with block-scaled fp8 weights: rows, one weight, and a mixture's experts."""
+
+import pytest
+import torch
+
+from kernel_bed import DEVICE, HAS_GPU, normal, poisoned
+from minidsa.attention.kernels.fp8_rows import FP8
+from minidsa.model.fp8 import dequantise, quantise
+from minidsa.model.kernels.fp8_experts import (
+    Fp8Weights,
+    fp8_experts,
+    group_pairs,
+    quantised,
+    reference_experts,
+)
+from minidsa.model.kernels.fp8_linear import ProductTiling, fp8_linear
+from minidsa.model.kernels.fp8_rows import quantise_rows
+
+# fp16 where kernels are interpreted: the interpreter's bf16 is not to be relied on.
+DTYPE = torch.bfloat16 if HAS_GPU else torch.float16
+ROUNDING = 1e-2 if HAS_GPU else 2e-3
+# The interpreter halves a number whose mantissa overflows when it is rounded to fp8.
+QUANTISING = 1e-2 if HAS_GPU else 0.2
+
+
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.float() - expected).norm() / expected.norm())
+
+
+def block_scaled(rows: int, columns: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    values_ED, scales = quantise(normal(rows, columns, seed=seed).cpu() / columns**0.5)
+    # Blocks of very different size, so that a scale in the wrong place shows.
+    factor = torch.exp2(torch.arange(scales.numel()) % 5).view_as(scales)
+    return values_ED.to(DEVICE), (scales * factor).to(DEVICE)
+
+
+def expert_weights(count: int, rows: int, columns: int, seed: int) -> Fp8Weights:
+    made = [block_scaled(rows, columns, seed + x) for x in range(count)]
+    values = torch.stack([v.view(torch.uint8) for v, _ in made]).view(FP8)
+    return Fp8Weights(values, torch.stack([s for _, s in made]))
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_rows_are_quantised_by_groups(power_of_two):
+    wide_TX = normal(5, 400, dtype=DTYPE)
+    x_TD = wide_TX[:, 16:400]
+    with poisoned():
+        rows = quantise_rows(x_TD, power_of_two=power_of_two)
+    assert relative(rows.plain(), x_TD.float()) < 0.04 + QUANTISING
+    if power_of_two:
+        assert torch.equal(rows.scales_GT.log2().round(), rows.scales_GT.log2())
+    else:
+        assert relative(rows.plain(), quantised(x_TD)) < QUANTISING
+
+
+def test_silu_product_is_quantised_without_being_written():
+    x = normal(3, 512, dtype=DTYPE)
+    x[1] = 0.0
+    gate, up = x.float().chunk(2, dim=1)
+    expected = quantised(torch.nn.functional.silu(gate) * up)
+    assert relative(quantise_rows(x, swiglu=True).plain(), expected) < QUANTISING
+    assert not quantise_rows(x, swiglu=True).plain()[1].any()
+
+
+def test_rows_of_another_width_are_refused():
+    with pytest.raises(ValueError, match="multiple of 128 wide, got"):
+        quantise_rows(normal(2, 100))
+    with pytest.raises(ValueError, match="half of it gate"):
+        quantise_rows(normal(2, 384), swiglu=True)
+    weight_ED, scales = block_scaled(256, 128, 0)
+    with pytest.raises(ValueError, match=r"scales \(2, 1\)"):
+        fp8_linear(quantise_rows(normal(2, 128)), weight_ED, scales[:1], DTYPE)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3, 17, 40, 70])
+@pytest.mark.parametrize("rows", [128, 300])
+def test_product_with_a_weight(tokens, rows):
+    """300 rows end within a block, which is where libraries write NaN."""
+    x = quantise_rows(normal(tokens, 384, dtype=DTYPE))
+    weight_ED, scales = block_scaled(rows, 384, 1)
+    with poisoned():
+        out_TE = fp8_linear(x, weight_ED, scales, DTYPE)
+    assert out_TE.shape == (tokens, rows)
+    if tokens:
+        assert relative(out_TE, x.plain() @ dequantise(weight_ED, scales).t()) < ROUNDING
+
+
+def test_columns_are_shared_out_among_programs(monkeypatch):
+    monkeypatch.setattr("minidsa.model.kernels.fp8_linear.multiprocessors", lambda device: 8)
+    x, (weight_ED, scales) = quantise_rows(normal(3, 1280)), block_scaled(130, 1280, 1)
+    tiling = ProductTiling(16, 64, 4, 3, 1)
+    with poisoned():
+        out_TE = fp8_linear(x, weight_ED, scales, torch.float32, tiling=tiling)
+    assert relative(out_TE, x.plain() @ dequantise(weight_ED, scales).t()) < 1e-3
+
+
+@pytest.mark.parametrize("tile_rows", [16, 64])
+def test_pairs_are_grouped_by_expert(tile_rows):
+    ids_TK = torch.randint(0, 7, (61, 3), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    ids_TK[ids_TK == 2] = 5
+    with poisoned():
+        groups = group_pairs(ids_TK, 9, tile_rows)
+    assert torch.equal(groups.order_P.long(), ids_TK.flatten().argsort(stable=True))
+    sorted_ids = ids_TK.flatten()[groups.order_P.long()].tolist()
+    covered = []
+    for expert, first, last in groups.tiles_N3.tolist():
+        if expert < 0:
+            continue
+        assert 0 < last - first <= tile_rows
+        assert set(sorted_ids[first:last]) == {expert}
+        covered += range(first, last)
+    assert covered == list(range(61 * 3))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5, 33])
+def test_experts(tokens):
+    experts, width, middle = 6, 256, 128
+    x_TD = normal(tokens, width, dtype=DTYPE)
+    scores = normal(tokens, experts, seed=3)
+    ids_TK = scores.topk(3).indices.contiguous()
+    ids_TK[ids_TK == 4] = 0
+    weights_TK = normal(tokens, 3, seed=4).abs()
+    gate_up = expert_weights(experts, 2 * middle, width, 10)
+    down = expert_weights(experts, width, middle, 20)
+    with poisoned():
+        out_TD = fp8_experts(x_TD, ids_TK, weights_TK, gate_up, down)
+    assert out_TD.shape == (tokens, width)
+    if tokens:
+        expected = reference_experts(x_TD, ids_TK, weights_TK, gate_up, down)
+        assert relative(out_TD, expected) < 2 * QUANTISING
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 64, 1000, 4097])
+def test_experts_at_the_width_that_is_served(tokens):
+    """A shared expert that all tokens choose, and most experts without any token."""
+    x_TD = normal(tokens, 7168, dtype=DTYPE)
+    ids_TK = normal(tokens, 32, seed=3).topk(4).indices
+    ids_TK = torch.cat((ids_TK // 2, torch.full_like(ids_TK[:, :1], 32)), dim=1).contiguous()
+    weights_TK = normal(tokens, 5, seed=4).abs()
+    gate_up = expert_weights(33, 4096, 7168, 10)
+    down = expert_weights(33, 7168, 2048, 50)
+    with poisoned():
+        out_TD = fp8_experts(x_TD, ids_TK, weights_TK, gate_up, down)
+    expected = reference_experts(x_TD, ids_TK, weights_TK, gate_up, down)
+    assert relative(out_TD, expected) < 2 * ROUNDING
