@@ -192,12 +192,10 @@ def _combine(pairs_ptr, weights_ptr, out_ptr, chosen, width, BLOCK: tl.constexpr
 
 def experts_tiling(tokens: int, chosen: int, num_experts: int) -> ProductTiling:
     """By the rows that an expert gets on average."""
-    average = tokens * chosen / num_experts
-    if average <= 12:
-        return ProductTiling(16, 128, 4, 4, 2)
-    if average <= 48:
-        return ProductTiling(64, 128, 4, 4, 1)
-    return ProductTiling(128, 128, 8, 3, 1)
+    if tokens * chosen <= 12 * num_experts:
+        return ProductTiling(16, 128, 4, 5, 1)
+    # Larger tiles are slower: two programs a multiprocessor hide each other's scaling.
+    return ProductTiling(64, 128, 4, 4, 2)
 
 
 def grouped_product(

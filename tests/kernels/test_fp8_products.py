@@ -21,6 +21,8 @@ DTYPE = torch.bfloat16 if HAS_GPU else torch.float16
 ROUNDING = 1e-2 if HAS_GPU else 2e-3
 # The interpreter halves a number whose mantissa overflows when it is rounded to fp8.
 QUANTISING = 1e-2 if HAS_GPU else 0.2
+# Between two products a rounding of fp8, where a little more or less is a step of one in sixteen.
+TWICE = 3e-2 if HAS_GPU else 0.3
 
 
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -127,7 +129,7 @@ def test_experts(tokens):
     assert out_TD.shape == (tokens, width)
     if tokens:
         expected = reference_experts(x_TD, ids_TK, weights_TK, gate_up, down)
-        assert relative(out_TD, expected) < 2 * QUANTISING
+        assert relative(out_TD, expected) < TWICE
 
 
 @pytest.mark.gpu
@@ -143,4 +145,4 @@ def test_experts_at_the_width_that_is_served(tokens):
     with poisoned():
         out_TD = fp8_experts(x_TD, ids_TK, weights_TK, gate_up, down)
     expected = reference_experts(x_TD, ids_TK, weights_TK, gate_up, down)
-    assert relative(out_TD, expected) < 2 * ROUNDING
+    assert relative(out_TD, expected) < TWICE
