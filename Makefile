@@ -4,8 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: serve test test-unit test-deep sweep clients check format dev bench train train-drafts \
-	train-smoke clean
+.PHONY: serve test test-unit test-deep sweep soak planted clients check format dev bench train \
+	train-drafts train-smoke clean
 
 serve: $(VENV)/.installed
 	$(BIN)/minidsa serve $(ARGS)
@@ -23,8 +23,21 @@ test-unit: dev
 test-deep: dev
 	$(PYTEST) -m "deep and not gpu" $(ARGS)
 
-.PHONY: serve test test-unit test-deep sweep clients check format dev bench train train-drafts \
-	train-smoke clean
+# Thousands of random settings in which every answer has to be its own, to the last bit.
+sweep: dev
+	$(PYTEST) -m deep tests/unit/test_equality_sweep.py $(ARGS)
+
+# A million random operations on pool, prefix cache and scheduler: `make soak ARGS="--seed 7"`.
+soak: dev
+	PYTHONPATH=tests $(BIN)/python tests/unit/soak.py $(ARGS)
+
+# Breaks a copy of the sources in twenty ways, and shows that the tests notice each.
+planted: dev
+	$(PYTEST) -m deep tests/planted $(ARGS)
+
+# Public clients against a served tiny-dsa, each in an environment of its own under build/clients.
+clients: dev
+	$(BIN)/python tests/clients/run.py $(ARGS)
 
 check: dev
 	$(BIN)/ruff format --check .

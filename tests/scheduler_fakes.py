@@ -268,6 +268,8 @@ class Driver:
         max_model_len: int = 512,
         preempt_every: int = 0,
         plan: Plan | None = None,
+        runner: Any = None,
+        cache: KvCache | None = None,
         speculation: Speculation | None = None,
         reuse: bool = True,
         clock: Callable[[], float] = time.monotonic,
@@ -276,9 +278,9 @@ class Driver:
         config = SchedulerConfig(
             max_num_seqs=seats, max_num_batched_tokens=budget, max_queue=queue, **scheduling
         )
-        self.runner = FakeRunner(pages, page_size, plan, reuse)
+        self.runner: Any = runner or FakeRunner(pages, page_size, plan, reuse)
         self.scheduler = PreemptingScheduler(
-            config, self.runner.cache(), max_model_len, VOCAB, speculation, clock=clock
+            config, cache or self.runner.cache(), max_model_len, VOCAB, speculation, clock=clock
         )
         self.scheduler.every = preempt_every
         self.budget, self.seats, self.queue = budget, seats, queue
