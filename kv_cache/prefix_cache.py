@@ -1,9 +1,9 @@
 """Pages that hold the rows of known prefixes, found again by the tokens they were computed from.
 
-A page's key is a chain: the sha256 of the key before it and of the page's own ids, which are framed
-by their number. The chain begins with the salt of a tenant. So a key stands for every token up to
-the end of its page, and equal keys mean equal rows of one tenant; what another tenant has cached
-can neither be used nor noticed.
+A page's key is the sha256 of every id up to the end of the page, behind the salt of a tenant and
+the number of ids a page holds. One digest runs through a request and is read at the end of each
+page, so equal keys mean equal rows of one tenant; what another tenant has cached can neither be
+used nor noticed.
 
 Only full pages have keys. A page keeps its key while requests hold it and after the last of them
 let go of it: then it is idle, and the page that has been idle for longest is given up first when
@@ -13,7 +13,7 @@ pages are short. Requests let go of their last page first, so a prefix outlives 
 import struct
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 
 _WORD = "I" if array("I").itemsize == 4 else "L"
@@ -33,7 +33,7 @@ class KeyChain:
 
     def __init__(self, root: bytes, page_size: int) -> None:
         self.keys: list[bytes] = []
-        self._last = root
+        self._digest = sha256(root + struct.pack("<I", page_size))
         self._page_size = page_size
 
     @property
@@ -44,11 +44,10 @@ class KeyChain:
     def extend(self, token_ids: Sequence[int]) -> None:
         """Add the keys of whole pages of ids that follow those covered; ids are below 2**32."""
         data, size = array(_WORD, token_ids).tobytes(), 4 * self._page_size
-        frame, key = struct.pack("<I", self._page_size), self._last
+        digest = self._digest
         for start in range(0, len(data), size):
-            key = sha256(key + frame + data[start : start + size]).digest()
-            self.keys.append(key)
-        self._last = key
+            digest.update(data[start : start + size])
+            self.keys.append(digest.digest())
 
 
 class PrefixCache:
@@ -77,7 +76,9 @@ class PrefixCache:
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """The pages of the longest run of `keys` that is cached from the first one on."""
-        return list(self._run(keys))
+        # Page 0 is nobody's, so it can stand for what is not cached.
+        pages = [self._page_of.get(key, 0) for key in keys]
+        return pages[: pages.index(0)] if 0 in pages else pages
 
     def publish(self, page: int, key: bytes) -> None:
         """Let a held page whose rows are all computed be found; the first page of a key stays."""
@@ -86,8 +87,7 @@ class PrefixCache:
             self._key_of[page] = key
 
     def count_idle(self, pages: Iterable[int]) -> int:
-        idle = self._idle
-        return sum(page in idle for page in pages)
+        return sum(map(self._idle.__contains__, pages))
 
     def wake(self, pages: Iterable[int]) -> None:
         """The pages are held from now on."""
@@ -124,13 +124,6 @@ class PrefixCache:
             raise RuntimeError("keys and pages of the prefix cache differ")
         if not self._idle.keys() <= self._key_of.keys():
             raise RuntimeError("a page without a key is idle instead of free")
-
-    def _run(self, keys: Iterable[bytes]) -> Iterator[int]:
-        for key in keys:
-            page = self._page_of.get(key)
-            if page is None:
-                return
-            yield page
 
     def _drop(self, page: int) -> bytes:
         key = self._key_of.pop(page)

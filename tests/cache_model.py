@@ -21,12 +21,16 @@ class ModelPage:
 
 @dataclass(eq=False)
 class ModelTable:
-    """Tokens of a request, and the pages that hold their rows; domain None shares nothing."""
+    """Tokens of a request, and the pages that hold their rows; domain None shares nothing.
+
+    known: the prefixes that were looked for or published, which a failure makes suspect.
+    """
 
     domain: Hashable
     tokens: list[int]
     pages: list[ModelPage] = field(default_factory=list)
     num_shared: int = 0
+    known: set[Prefix] = field(default_factory=set)
 
 
 class CacheModel:
@@ -50,6 +54,7 @@ class CacheModel:
     def admit(self, table: ModelTable, spare: int, reads: bool) -> int | None:
         """How many tokens are cached; None if pages are short."""
         wanted = self.prefixes(table, len(table.tokens) - 1) if reads else []
+        table.known |= set(wanted)
         found = []
         for prefix in wanted:
             if prefix not in self.device:
@@ -82,6 +87,7 @@ class CacheModel:
 
     def publish(self, table: ModelTable, num_computed: int) -> None:
         prefixes = self.prefixes(table, num_computed)
+        table.known |= set(prefixes)
         for i in range(table.num_shared, len(prefixes)):
             self._show(table.pages[i], prefixes[i])
         table.num_shared = max(table.num_shared, len(prefixes))
@@ -98,7 +104,7 @@ class CacheModel:
     def discard(self, table: ModelTable) -> None:
         for page in table.pages[: table.num_shared]:
             self._hide(page)
-        for prefix in self.prefixes(table, len(table.tokens)):
+        for prefix in table.known:
             self.host.pop(prefix, None)
         self.release(table)
 

@@ -17,6 +17,9 @@ from minidsa.model import make_checkpoint
 torch.set_num_threads(1)
 # A slow machine is no finding.
 hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.register_profile(
+    "unshrunk", deadline=None, phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate]
+)
 hypothesis.settings.load_profile("patient")
 if not torch.cuda.is_available():
     # Read by triton when a kernel is defined, so before any is imported.
