@@ -1,7 +1,9 @@
 """What every generating route does around its plan: read a body while ready, run, answer, land."""
 
+import dataclasses
 from typing import TypeVar
 
+import msgspec
 from fastapi import Request, Response
 from pydantic import BaseModel
 
@@ -42,8 +44,18 @@ def handling_of(service: Service, fields: GenerationRequest) -> Handling:
     )
 
 
+def tenant_of(request: Request) -> str:
+    """Whom the engine is told a request comes from: its API key, by its digest."""
+    return request.state.owner.hex()
+
+
 async def run_plan(service: Service, request: Request, plan: Plan, stream: bool) -> Response:
-    """The answer to a plan, in one piece or as events; a client that leaves ends it."""
+    """The answer to a plan, in one piece or as events; a client that leaves ends it.
+
+    Here every route's request gets its tenant, which no field of a body can name.
+    """
+    handling = msgspec.structs.replace(plan.handling, tenant=tenant_of(request))
+    plan = dataclasses.replace(plan, handling=handling)
     generation = service.launch(plan)
     if stream:
         return EventStream(streamed_answer(generation), lambda: service.land(generation))

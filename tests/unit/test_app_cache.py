@@ -150,3 +150,27 @@ async def test_sch_25_a_request_that_waited_too_long_is_told_to_come_again():
         response = await running
         assert response.status_code == 503 and response.headers["retry-after"] == "1"
         assert response.json()["error"]["code"] == "queue_timeout"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": HI}),
+        (COMPLETIONS, {"prompt": "hi"}),
+        ("/v1/messages", {"messages": HI, "max_tokens": 2}),
+        ("/v1/responses", {"input": "hi"}),
+    ],
+)
+async def test_sch_21_every_route_names_the_tenant_by_its_key(tmp_path, path, body):
+    file = tmp_path / "keys.toml"
+    file.write_text('[alice]\nkey = "a"\n[bob]\nkey = "b"\n')
+    async with serving(
+        lambda submit: [120, 1], config=server_config(api_key_file=str(file))
+    ) as bed:
+        for key in ("a", "b", "a"):
+            headers = {"authorization": f"Bearer {key}"}
+            response = await bed.client.post(path, json=body, headers=headers)
+            assert response.status_code == 200, response.text
+        tenants = [command.handling.tenant for command in bed.engine.submits]
+    assert tenants[0] == tenants[2] != tenants[1]
+    assert all(tenants) and not set(tenants) & {"a", "b"}
