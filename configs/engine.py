@@ -44,6 +44,8 @@ class CacheConfig:
     """Whether rows of a prompt that was computed before are used again."""
     host_bytes: int = 0
     """Host memory for cached rows that must make way on the device; 0 for none."""
+    session_dir: str | None = None
+    """Folder for saved prefixes; without one nothing is saved, and the routes do not exist."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ room: free ones are taken first, then the idle ones in the order of their last u
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from typing import Protocol
 
 from .block_table import BlockTable
@@ -80,14 +81,23 @@ class KvCache:
         spare: pages that must stay available. reads: whether cached rows may stand for computed
         ones. Returns how many tokens are cached; None, with nothing taken, if pages are short.
         """
-        found = self._find(table, tokens, num_tokens) if reads else []
-        missing = self.pages_for(num_tokens) - len(found)
-        if missing + spare > self.num_available - self.prefix.count_idle(found):
+        full = (num_tokens - 1) // self.page_size
+        keys = self._keys(table, tokens, full) if reads else []
+        if not self._fill(table, keys, self.pages_for(num_tokens), spare):
             return None
-        self.prefix.wake(found)
-        self.pool.share(found)
-        table.pages = found + self._take(missing)
-        table.num_shared = len(found) + (self._load(table, len(found), num_tokens) if reads else 0)
+        return table.num_shared * self.page_size
+
+    def hold(self, table: BlockTable, tokens: Tokens, num_tokens: int) -> int:
+        """Fill an empty table with what is cached of `num_tokens`, and with nothing else.
+
+        Returns how many tokens that is; rows of the tier are there after `settle`.
+        """
+        keys = self._keys(table, tokens, num_tokens // self.page_size)
+        count = len(self.prefix.find(keys))
+        if self.tier is not None:
+            count += sum(1 for _ in takewhile(self.tier.__contains__, keys[count:]))
+        if not self._fill(table, keys[:count], count, 0):
+            return 0
         return table.num_shared * self.page_size
 
     def grow(self, table: BlockTable, num_tokens: int, spare: int = 0) -> bool:
@@ -151,21 +161,36 @@ class KvCache:
         if any(holders[page] > 1 or page in self.prefix for page in own):
             raise RuntimeError("a page that can be written is shared")
 
-    def _find(self, table: BlockTable, tokens: Tokens, num_tokens: int) -> list[int]:
+    def _keys(self, table: BlockTable, tokens: Tokens, full: int) -> list[bytes]:
+        """The keys of the first `full` pages; none for a table that shares nothing."""
         chain = table.chain
         if chain is None:
             return []
-        full = (num_tokens - 1) // self.page_size
         if len(chain.keys) < full:
             chain.extend(tokens(chain.num_tokens, full * self.page_size))
-        return self.prefix.find(chain.keys[:full])
+        return chain.keys[:full]
 
-    def _load(self, table: BlockTable, start: int, num_tokens: int) -> int:
+    def _fill(self, table: BlockTable, keys: list[bytes], num_pages: int, spare: int) -> bool:
+        """Give an empty table `num_pages` pages, those of the cached `keys` first.
+
+        False, with nothing taken, if that would not leave `spare` pages.
+        """
+        found = self.prefix.find(keys)
+        missing = num_pages - len(found)
+        if missing + spare > self.num_available - self.prefix.count_idle(found):
+            return False
+        self.prefix.wake(found)
+        self.pool.share(found)
+        table.pages = found + self._take(missing)
+        table.num_shared = len(found) + self._load(table, keys, len(found))
+        return True
+
+    def _load(self, table: BlockTable, keys: list[bytes], start: int) -> int:
         """Fill the pages of a new table from `start` on with rows of the tier; returns how many."""
-        if self.tier is None or table.chain is None:
+        if self.tier is None:
             return 0
         stop = start
-        for key in table.chain.keys[start : (num_tokens - 1) // self.page_size]:
+        for key in keys[start:]:
             if key not in self.tier:
                 break
             self.tier.load(key, table.pages[stop])

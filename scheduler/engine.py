@@ -17,18 +17,21 @@ from .batch import Step
 from .launch import Runner, launch
 from .messages import (
     Abort,
+    Answer,
     Command,
     Event,
     FlushCache,
-    Flushed,
     Heartbeat,
     Outputs,
     RequestOutput,
+    RestoreSession,
+    SaveSession,
     Shutdown,
     Submit,
 )
 from .recovery import recover
 from .scheduler import Scheduler
+from .sessions import Sessions
 
 HEARTBEAT_SECONDS = 0.2
 
@@ -55,12 +58,19 @@ class Engine:
     """Requests in, tokens out, until Shutdown."""
 
     def __init__(
-        self, runner: Runner, scheduler: Scheduler, link: Link, watchdog: Watchdog
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        link: Link,
+        watchdog: Watchdog,
+        sessions: Sessions | None = None,
     ) -> None:
+        """sessions: answers for saved prefixes; without it every such command is refused."""
         self._runner = runner
         self._scheduler = scheduler
         self._link = link
         self._watchdog = watchdog
+        self._sessions = sessions or Sessions(scheduler.cache, None)
 
     def run(self) -> None:
         """Serve until Shutdown arrives; raises EngineBroken when nothing can be computed."""
@@ -86,7 +96,10 @@ class Engine:
                 case Abort(request_id):
                     outputs.append(self._scheduler.abort(request_id))
                 case FlushCache():
-                    self._link.send(Flushed(self._scheduler.flush_cache()))
+                    self._link.send(Answer(self._scheduler.flush_cache()))
+                case SaveSession() | RestoreSession():
+                    self._link.send(self._sessions.answer(command))
+                    self._watchdog.restart()
                 case Shutdown():
                     return None
         return [output for output in outputs if output is not None] + self._scheduler.expire()

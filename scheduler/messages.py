@@ -54,14 +54,35 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class FlushCache(msgspec.Struct, frozen=True, tag="flush_cache"):
-    """Forget every cached prefix; answered by Flushed."""
+    """Forget every cached prefix, unless requests are in the engine; replied to by Answer."""
+
+
+class SaveSession(msgspec.Struct, frozen=True, tag="save_session"):
+    """Write the cached rows of `token_ids` to the file of this name; replied to by Answer.
+
+    `tenant` and `cache_salt` are those of the requests that left the rows, see Handling.
+    """
+
+    name: str
+    token_ids: list[int]
+    tenant: str = ""
+    cache_salt: str = ""
+
+
+class RestoreSession(msgspec.Struct, frozen=True, tag="restore_session"):
+    """Let the rows of a saved session be found again; replied to by Answer."""
+
+    name: str
+    tenant: str = ""
+    cache_salt: str = ""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave the loop once the current step is done; running requests are dropped."""
 
 
-Command = Submit | Abort | FlushCache | Shutdown
+Question = FlushCache | SaveSession | RestoreSession
+Command = Submit | Abort | Question | Shutdown
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -156,10 +177,15 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     stats: EngineStats
 
 
-class Flushed(msgspec.Struct, frozen=True, tag="flushed"):
-    """The answer to FlushCache, in order; `done` is false where requests were in the engine."""
+class Answer(msgspec.Struct, frozen=True, tag="answer"):
+    """What became of a Question; answers come in the order of the questions.
+
+    `num_tokens` were saved or restored; `error` says, for the one who asked, why none were.
+    """
 
     done: bool
+    num_tokens: int = 0
+    error: str = ""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -172,4 +198,4 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     is_setting: bool = False
 
 
-Event = Planned | Loaded | Ready | Outputs | Heartbeat | Flushed | Failed
+Event = Planned | Loaded | Ready | Outputs | Heartbeat | Answer | Failed

@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from ..configs.engine import EngineConfig
 from ..configs.sampling import SamplingParams
@@ -31,7 +31,11 @@ from .launch import Runner, launch
 from .messages import EngineInfo, Failed, Handling, Loaded, Planned, Ready, StartPlan, Submit
 from .recovery import EngineBroken
 from .scheduler import Scheduler
+from .sessions import Sessions
 from .speculative import new_speculation
+
+if TYPE_CHECKING:
+    from ..model.runner import ModelRunner
 
 WARM_UP_TOKENS = 16
 
@@ -103,6 +107,7 @@ def _run(link: EngineLink, config: EngineConfig, check: Checker) -> None:
         loading.restart()
         link.send(Planned(checked.plan))
         loaded = checked.load(loading.restart)
+        sessions = _sessions(config, loaded)
     except (ValueError, OSError) as error:
         raise StartRefused(str(error), isinstance(error, SettingError)) from error
     info = loaded.info
@@ -112,7 +117,8 @@ def _run(link: EngineLink, config: EngineConfig, check: Checker) -> None:
     scheduler = _scheduler(config, info, loaded.kv_cache, _grammars(config, info))
     scheduler.check_idle()
     link.send(Ready())
-    Engine(loaded.runner, scheduler, link, HangWatchdog(config.hang_timeout)).run()
+    watchdog = HangWatchdog(config.hang_timeout)
+    Engine(loaded.runner, scheduler, link, watchdog, sessions).run()
 
 
 def _scheduler(
@@ -129,6 +135,29 @@ def _scheduler(
     )
     return Scheduler(
         limits, cache, info.max_model_len, info.vocab_size, speculation, grammars=grammars
+    )
+
+
+def _sessions(config: EngineConfig, loaded: LoadedEngine) -> Sessions:
+    """Raises SettingError for a folder that cannot be used."""
+    if config.cache.session_dir is None:
+        return Sessions(loaded.kv_cache, None)
+    if not config.cache.prefix_reuse:
+        raise SettingError("cache.session_dir is given, but cache.prefix_reuse is off")
+    from ..kv_cache.session_file import (  # noqa: PLC0415 - torch belongs to the child alone
+        SessionFiles,
+        fingerprint,
+    )
+
+    directory = Path(config.cache.session_dir)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingError(f"cache.session_dir {directory}: {error.strerror}") from error
+    # Only an engine with a model is ever started with a folder.
+    storage = cast("ModelRunner", loaded.runner).storage
+    return Sessions(
+        loaded.kv_cache, SessionFiles(directory, storage, fingerprint(Path(config.model)))
     )
 
 

@@ -19,6 +19,7 @@ from .messages_api.routes import messages_routes
 from .openapi import describe_api
 from .responses_api.routes import responses_routes
 from .service import Service
+from .session_routes import session_routes
 from .side_routes import side_routes
 from .sse import ClientGone
 
@@ -34,6 +35,8 @@ def create_app(service: Service) -> ASGIApp:
     app.include_router(messages_routes(service))
     app.include_router(responses_routes(service))
     app.include_router(side_routes(service))
+    if service.config.engine.cache.session_dir is not None:
+        app.include_router(session_routes(service))
     description = describe_api(app)
 
     async def openapi() -> Response:

@@ -270,14 +270,19 @@ class ChatRequest(ChatPromptFields, GenerationRequest):
         return self.thinking.budget_tokens
 
 
-class TokenizeRequest(ChatPromptFields, RequestModel):
-    """Body of POST /tokenize: a prompt, or a chat as generation would encode it."""
+class PromptRequest(ChatPromptFields, RequestModel):
+    """A prompt, or a chat as generation would encode it."""
 
     model: str = ""
     prompt: str | None = None
     content: str | None = None
     messages: list[ChatMessage] = Field(default_factory=list)
     add_special_tokens: bool = True
+
+
+class TokenizeRequest(PromptRequest):
+    """Body of POST /tokenize."""
+
     return_token_strs: bool = False
 
 

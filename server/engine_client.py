@@ -15,17 +15,17 @@ from typing import Protocol
 
 from ..scheduler.messages import (
     Abort,
+    Answer,
     Command,
     EngineInfo,
     EngineStats,
     Event,
     Failed,
-    FlushCache,
-    Flushed,
     Heartbeat,
     Loaded,
     Outputs,
     Planned,
+    Question,
     Ready,
     RequestOutput,
     StartPlan,
@@ -131,7 +131,7 @@ class EngineClient:
         self._heartbeat_seconds = heartbeat_seconds
         self._hang_seconds = hang_seconds
         self._calls: dict[str, EngineCall] = {}
-        self._flushes: deque[asyncio.Future[bool]] = deque()
+        self._questions: deque[asyncio.Future[Answer]] = deque()
         self._reader: asyncio.Task[None] | None = None
         self._heard = time.monotonic()
         self._is_draining = False
@@ -225,16 +225,16 @@ class EngineClient:
         if self._calls.pop(request_id, None) is not None and not self.dead.is_set():
             self._end.send(Abort(request_id))
 
-    async def flush_cache(self) -> bool:
-        """Let the engine forget every cached prefix; False, with nothing done, while it is busy.
+    async def ask(self, question: Question) -> Answer:
+        """What the engine answers; it does so between two steps.
 
         Raises ApiError when the engine is gone.
         """
         if self.dead.is_set():
             raise unavailable(Health.DEAD.value)
-        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._flushes.append(answer)
-        self._end.send(FlushCache())
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._questions.append(answer)
+        self._end.send(question)
         return await answer
 
     async def _read(self) -> None:
@@ -269,10 +269,10 @@ class EngineClient:
                 self.ready.set()
             case Heartbeat(stats):
                 self.stats = stats
-            case Flushed(done):
-                answer = self._flushes.popleft()
+            case Answer():
+                answer = self._questions.popleft()
                 if not answer.done():  # its client may have left
-                    answer.set_result(done)
+                    answer.set_result(event)
             case Failed(message):
                 self._fail(message)
             case _:
@@ -288,7 +288,7 @@ class EngineClient:
         self._calls.clear()
         for call in lost:
             call.lose()
-        while self._flushes:
-            answer = self._flushes.popleft()
+        while self._questions:
+            answer = self._questions.popleft()
             if not answer.done():
                 answer.set_exception(unavailable(Health.DEAD.value))

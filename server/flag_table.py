@@ -69,6 +69,12 @@ GROUPS = (
                 "longest prompt plus output, in tokens",
                 "the model's context",
             ),
+            Flag(
+                "--session-dir",
+                "engine.cache.session_dir",
+                "folder for saved prefixes, and the routes that save and restore them",
+                "none",
+            ),
             Flag("--max-num-seqs", "engine.scheduler.max_num_seqs", "requests that run at once"),
             Flag(
                 "--max-num-batched-tokens",

@@ -17,6 +17,7 @@ from .chat_protocol import AbortRequest, ChatRequest, DetokenizeRequest, Tokeniz
 from .messages_api.protocol import CountRequest, MessagesRequest
 from .protocol import CompletionRequest
 from .responses_api.protocol import ResponsesRequest
+from .session_routes import RestoreSessionRequest, SaveSessionRequest
 
 _REF = "#/components/schemas/{model}"
 _BODIES: Mapping[str, type[BaseModel]] = MappingProxyType(
@@ -25,6 +26,8 @@ _BODIES: Mapping[str, type[BaseModel]] = MappingProxyType(
         "/completions": CompletionRequest,
         "/tokenize": TokenizeRequest,
         "/detokenize": DetokenizeRequest,
+        "/sessions/{name}/save": SaveSessionRequest,
+        "/sessions/{name}/restore": RestoreSessionRequest,
         "/abort": AbortRequest,
         "/responses": ResponsesRequest,
         "/messages": MessagesRequest,

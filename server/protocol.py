@@ -24,6 +24,7 @@ _INT64 = 2**63
 NonNegative = Annotated[int, Field(ge=0, lt=_INT64)]
 Int64 = Annotated[int, Field(ge=-_INT64, lt=_INT64)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+Salt = Annotated[str | None, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
@@ -127,7 +128,7 @@ class GenerationRequest(RequestModel):
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
     deadline_seconds: Annotated[float | None, Field(gt=0, le=MAX_DEADLINE)] = None
-    cache_salt: Annotated[str | None, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] = None
+    cache_salt: Salt = None
     cache_prompt: bool = True
     response_format: AnswerFormat = None
     structured_outputs: StructuredOutputs | None = None

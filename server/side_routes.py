@@ -2,14 +2,15 @@
 
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from ..scheduler.messages import FlushCache
 from .bodies import Body, read_body
 from .chat import encode_chat
-from .chat_protocol import DetokenizeRequest, TokenizeRequest
+from .chat_protocol import DetokenizeRequest, PromptRequest, TokenizeRequest
 from .engine_client import Health
 from .errors import ApiError, invalid_value, model_not_found, unsupported
 from .long_text import in_thread_if_long
@@ -18,6 +19,7 @@ from .server_info import describe
 from .service import Service
 
 JSON = "application/json"
+_Prompt = TypeVar("_Prompt", bound=PromptRequest)
 _PAGE = Path(__file__).with_name("static") / "index.html"
 _PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
 
@@ -117,11 +119,30 @@ class _Cache:
         self._client = service.client
 
     async def flush(self) -> Response:
-        if not await self._client.flush_cache():
+        if not (await self._client.ask(FlushCache())).done:
             raise ApiError(
                 409, "Requests are in flight; the cache is flushed when idle", code="busy"
             )
         return _answer({"flushed": True})
+
+
+async def prompt_ids(service: Service, body: Body[_Prompt]) -> list[int]:
+    """The ids that generation would make of a prompt or a chat; raises ApiError."""
+    fields = body.fields
+    given = [name for name in ("prompt", "content", "messages") if body.document.get(name)]
+    if len(given) > 1:
+        raise invalid_value(given[1], f"{' and '.join(given)} do not go together")
+    if fields.messages:
+        if not fields.add_special_tokens:
+            raise unsupported("add_special_tokens", "a chat's prompt has its special tokens")
+        return (await encode_chat(service, body, fields, fields.messages)).ids
+    text = fields.content if fields.prompt is None else fields.prompt
+    if text is None:
+        raise invalid_value("prompt", "prompt or messages is required")
+    service.check_fits("prompt", len(text), None)
+    return await in_thread_if_long(
+        len(text), service.tokenizer.encode_text, text, fields.add_special_tokens
+    )
 
 
 class _Tokens:
@@ -134,10 +155,7 @@ class _Tokens:
         body = await read_body(request, self._service.config, TokenizeRequest)
         fields, tokenizer = body.fields, self._service.tokenizer
         self._service.check_model(fields.model)
-        given = [name for name in ("prompt", "content", "messages") if body.document.get(name)]
-        if len(given) > 1:
-            raise invalid_value(given[1], f"{' and '.join(given)} do not go together")
-        ids = await self._ids(body)
+        ids = await prompt_ids(self._service, body)
         answer: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": self._service.max_tokens,
@@ -148,20 +166,6 @@ class _Tokens:
                 body.size, lambda: [tokenizer.token_text(i) for i in ids]
             )
         return _answer(answer)
-
-    async def _ids(self, body: Body[TokenizeRequest]) -> list[int]:
-        service, fields = self._service, body.fields
-        if fields.messages:
-            if not fields.add_special_tokens:
-                raise unsupported("add_special_tokens", "a chat's prompt has its special tokens")
-            return (await encode_chat(service, body, fields, fields.messages)).ids
-        text = fields.content if fields.prompt is None else fields.prompt
-        if text is None:
-            raise invalid_value("prompt", "prompt or messages is required")
-        service.check_fits("prompt", len(text), None)
-        return await in_thread_if_long(
-            len(text), service.tokenizer.encode_text, text, fields.add_special_tokens
-        )
 
     async def detokenize(self, request: Request) -> Response:
         body = await read_body(request, self._service.config, DetokenizeRequest)

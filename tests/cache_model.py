@@ -55,12 +55,27 @@ class CacheModel:
         """How many tokens are cached; None if pages are short."""
         wanted = self.prefixes(table, len(table.tokens) - 1) if reads else []
         table.known |= set(wanted)
+        return self._fill(table, wanted, -(-len(table.tokens) // self.page_size), spare)
+
+    def hold(self, table: ModelTable) -> int:
+        """Pages for what is cached of the table's tokens, and no others; how many tokens."""
+        wanted = self.prefixes(table, len(table.tokens))
+        table.known |= set(wanted)
+        count = 0
+        for place in (self.device, self.host):
+            while count < len(wanted) and wanted[count] in place:
+                count += 1
+        return self._fill(table, wanted[:count], count, 0) or 0
+
+    def _fill(
+        self, table: ModelTable, wanted: list[Prefix], num_pages: int, spare: int
+    ) -> int | None:
         found = []
         for prefix in wanted:
             if prefix not in self.device:
                 break
             found.append(self.device[prefix])
-        missing = -(-len(table.tokens) // self.page_size) - len(found)
+        missing = num_pages - len(found)
         idle = len(self.idle) - sum(page in self.idle for page in found)
         if missing + spare > self.num_free + idle:
             return None

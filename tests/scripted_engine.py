@@ -19,19 +19,21 @@ from minidsa.configs.engine import EngineConfig, SchedulerConfig
 from minidsa.configs.server import LimitsConfig, ServerConfig
 from minidsa.scheduler.messages import (
     Abort,
+    Answer,
     Command,
     EngineInfo,
     EngineStats,
     Event,
     FinishReason,
     FlushCache,
-    Flushed,
     Heartbeat,
     Loaded,
     Outputs,
     Planned,
     Ready,
     RequestOutput,
+    RestoreSession,
+    SaveSession,
     Shutdown,
     StartPlan,
     Submit,
@@ -102,7 +104,10 @@ class ScriptedEngine:
                 if task := self._running.pop(request_id, None):
                     task.cancel()
             case FlushCache():
-                self.emit(Flushed(not self._running))
+                self.emit(Answer(not self._running))
+            case SaveSession(name) | RestoreSession(name):
+                exists = name != "missing"
+                self.emit(Answer(exists, 5 * exists, "" if exists else f"no session {name}"))
             case Shutdown():
                 self.die()
 

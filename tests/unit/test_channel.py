@@ -11,8 +11,8 @@ from minidsa.scheduler import messages
 from minidsa.scheduler.channel import MAX_FRAME_BYTES, ApiLink, EngineLink, decode
 from minidsa.scheduler.messages import (
     Abort,
+    Answer,
     FlushCache,
-    Flushed,
     Heartbeat,
     Outputs,
     RequestOutput,
@@ -33,7 +33,7 @@ INFO = messages.EngineInfo(
 EVENTS = [
     messages.Loaded(INFO),
     messages.Ready(),
-    Flushed(True),
+    Answer(False, 3, "why"),
     Heartbeat(messages.EngineStats(num_running=3)),
     Outputs(
         [

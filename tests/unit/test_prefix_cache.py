@@ -4,7 +4,9 @@ import random
 
 import pytest
 
+from canary_runner import CanaryDriver
 from minidsa.kv_cache.prefix_cache import KeyChain, PrefixCache, root_key
+from minidsa.model.sequence import SequenceOutput
 from minidsa.scheduler.messages import Handling
 from scheduler_fakes import Driver, Plan, expected, submit
 
@@ -190,6 +192,21 @@ def test_rows_of_a_request_that_failed_are_not_used_again():
     assert driver.ends["bad"].finish_reason == "error"
     stats = driver.scheduler.stats()
     assert stats.num_cached_pages == 0 and driver.scheduler.cache.pool.num_free == 64
+
+
+def test_rows_of_a_request_that_failed_are_not_found_on_the_host_either():
+    driver = CanaryDriver(pages=8, page_size=4, host_pages=20)
+    for name, ids in (("a", prompt(30)), ("b", prompt(30, 2))):
+        driver.add(submit(name, ids, 1))
+        driver.run()
+    assert driver.scheduler.stats().num_host_pages > 0
+    driver.add(submit("failed", prompt(30), 1))
+    step = driver.scheduler.schedule()
+    assert driver.scheduler.stats().num_host_loads > 0
+    driver.take(driver.scheduler.commit(step, [SequenceOutput(error="planned")]))
+    driver.add(submit("c", prompt(30), 1))
+    driver.run()
+    assert driver.ends["c"].cached_tokens == 0
 
 
 def test_a_preempted_request_finds_its_rows_again():
