@@ -57,11 +57,13 @@ class StepPlanner:
         Beside decodes the chunks are bounded further, so that none of them waits for long.
         """
         decodes = self._decodes()
-        budget = self._budget - sum(work.num_tokens for work in decodes)
+        widths = [work.num_tokens for work in decodes]
+        budget = self._budget - sum(widths)
         extends = self._extends(min(budget, self._chunk) if decodes else budget)
-        width = max((work.num_tokens for work in decodes), default=0)
-        extends += [work for work in decodes if work.num_tokens < width]
-        decodes = [work for work in decodes if work.num_tokens == width]
+        if len(set(widths)) > 1:
+            width = max(widths)
+            extends += [work for work in decodes if work.num_tokens < width]
+            decodes = [work for work in decodes if work.num_tokens == width]
         return Step(extends + decodes, len(extends))
 
     def preempt_last(self) -> Request:
@@ -81,14 +83,19 @@ class StepPlanner:
         """
         decoding = [request for request in self._running if request.phase is Phase.DECODE]
         drafts = self._speculation.propose(decoding, self._budget)
+        reach, page_size = self._speculation.reach, self._cache.page_size
         works = []
         for request, guess in zip(decoding, drafts, strict=True):
             start = request.num_computed
-            if start >= request.table.capacity and request.state is State.RUNNING:
+            # Pages can only be full where the next one would begin.
+            if not start % page_size and start >= request.table.capacity:
                 self._make_room(request)
             if request.state is not State.RUNNING:
                 break
-            draft_ids = guess[: self._room(request, start + 1, self._speculation.reach)]
+            if not reach:
+                works.append(Work(request, start, 1, True))
+                continue
+            draft_ids = guess[: self._room(request, start + 1, reach)]
             stop = start + 1 + len(draft_ids)
             ahead = self._num_to_draft(request, stop)
             works.append(Work(request, start, stop - start, True, draft_ids, ahead))
@@ -110,10 +117,11 @@ class StepPlanner:
         return ahead and 1 + self._room(request, stop, ahead - 1)
 
     def _make_room(self, request: Request) -> None:
-        """Find a page for the next token, unless `request` itself has to give way."""
-        while not self._cache.grow(request.table, request.num_tokens):
-            if self.preempt_last() is request:
-                return
+        """Find a page for the next token, unless `request` itself has to give way, or had to."""
+        while request.state is State.RUNNING and not self._cache.grow(
+            request.table, request.num_tokens
+        ):
+            self.preempt_last()
 
     def _extends(self, budget: int) -> list[Work]:
         """Prompt chunks of the requests under way and of those that can start, in turn."""

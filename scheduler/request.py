@@ -160,17 +160,15 @@ class Request:
         self._move(State.FINISHED)
         self.finish_reason = reason
 
-    def append(self, token_id: int) -> None:
-        """Take a sampled token; from here on the request decodes."""
+    def take(self, token_id: int, max_tokens: int) -> FinishReason | None:
+        """Append a sampled token; from here on the request decodes. Says why it ends, if it does.
+
+        Its grammar takes the token unless that is a stop. max_tokens: prompt and outputs together
+        that there is room for.
+        """
         self.output_ids.append(token_id)
         self.num_tokens += 1
         self.phase = Phase.DECODE
-
-    def end_behind(self, token_id: int, max_tokens: int) -> FinishReason | None:
-        """Why the request ends with its newest token, which its grammar takes unless it is a stop.
-
-        max_tokens: prompt and outputs together that there is room for.
-        """
         params, count = self.params, len(self.output_ids)
         if token_id in params.stop_token_ids and count > params.min_tokens:
             return "stop"

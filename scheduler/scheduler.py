@@ -98,24 +98,26 @@ class Scheduler:
     def commit(self, step: Step, results: Sequence[SequenceOutput]) -> list[RequestOutput]:
         """Book one result for each work of `step`; returns what there is to send."""
         self.counters.num_steps += 1
-        outputs = []
+        outputs, page_size = [], self.cache.page_size
         for work, result in zip(step.work, results, strict=True):
-            request = work.request
+            request, start, num_tokens, samples, draft_ids, _ = work
             if result.error is not None:
                 outputs.append(self._end(request, "error", result.error))
                 continue
-            num_rejected = len(work.draft_ids) + 1 - len(result.token_ids) if work.samples else 0
-            request.num_computed = work.start + work.num_tokens - num_rejected
-            if request.wants_prompt_scores:
+            num_rejected = len(draft_ids) + 1 - len(result.token_ids) if samples else 0
+            request.num_computed = start + num_tokens - num_rejected
+            if result.prompt_logprobs:
                 request.prompt_scores.extend(result.prompt_logprobs)
-            if work.samples:
+            if samples:
                 outputs.append(self._take_tokens(work, result))
             elif request.num_computed == request.num_tokens:
                 # Nothing was to be generated: the prompt's scores are the whole answer.
                 self.counters.num_prompt_tokens += request.num_tokens
                 outputs.append(self._end(request, "length"))
-            if request.state is State.RUNNING:
+            has_full_page = request.num_computed // page_size > request.table.num_shared
+            if has_full_page and request.state is State.RUNNING:
                 self._publish(request)
+        self.counters.num_generation_tokens += sum(len(output.token_ids) for output in outputs)
         return outputs
 
     def observe(self, step: Step, seconds: float) -> None:
@@ -154,34 +156,38 @@ class Scheduler:
         request = work.request
         if not result.token_ids:
             raise RuntimeError(f"no token was sampled for request {request.request_id}")
-        first = not request.output_ids
         before, reason = len(request.output_ids), None
         for token in result.token_ids:
-            request.append(token)
-            if (reason := request.end_behind(token, self.limits.max_tokens)) is not None:
+            if (reason := request.take(token, self.limits.max_tokens)) is not None:
                 break
         if request.matcher is not None and (error := request.matcher.error) is not None:
             return self._end(request, "error", error, "invalid")
         token_ids = request.output_ids[before:]
-        self.counters.num_generation_tokens += len(token_ids)
-        self.counters.num_prompt_tokens += len(request.prompt_ids) if first else 0
-        num_drafted = len(work.draft_ids)
-        num_accepted = min(len(result.token_ids) - 1, len(token_ids))
+        prompt_scores = None
+        if not before:
+            self.counters.num_prompt_tokens += len(request.prompt_ids)
+            prompt_scores = (
+                request.prompt_scores if request.params.prompt_logprobs is not None else None
+            )
+        num_drafted, num_accepted = len(work.draft_ids), 0
         if num_drafted:
+            num_accepted = min(len(result.token_ids) - 1, len(token_ids))
             self._speculation.count(num_drafted, num_accepted)
         request.draft_ids = result.draft_ids
         if reason is not None:
             self._retire(request, reason)
-        wants_prompt = first and request.params.prompt_logprobs is not None
+        # By position: this is built for every token, and keywords take as long as the rest of it.
         return RequestOutput(
             request.request_id,
             token_ids,
             reason,
-            result.logprobs[: len(token_ids)] or None,
-            request.prompt_scores if wants_prompt else None,
-            num_drafted=num_drafted,
-            num_accepted=num_accepted,
-            cached_tokens=request.num_cached or 0,
+            result.logprobs[: len(token_ids)] if result.logprobs else None,
+            prompt_scores,
+            None,
+            None,
+            num_drafted,
+            num_accepted,
+            request.num_cached or 0,
         )
 
     def _end(

@@ -54,7 +54,7 @@ def test_sch_02_phase_is_explicit_after_preemption(outputs):
     request.admit(0)
     for token in range(outputs):
         request.num_computed = request.num_tokens
-        request.append(token)
+        request.take(token, 1000)
         assert request.phase is Phase.DECODE
     request.preempt()
     assert request.phase is Phase.EXTEND and request.num_computed == 0
@@ -78,7 +78,7 @@ def test_tokens_cross_from_prompt_to_outputs():
     request = make((10, 11, 12))
     request.admit(0)
     for token in (20, 21, 22):
-        request.append(token)
+        request.take(token, 1000)
     everything = [10, 11, 12, 20, 21, 22]
     for start in range(7):
         for stop in range(start, 7):
@@ -94,7 +94,7 @@ def test_prompt_scores_start_over_with_the_prompt_but_never_after_they_were_sent
     assert request.prompt_scores == [] and request.wants_prompt_scores
     request.admit(0)
     request.prompt_scores += [entry, entry]
-    request.append(5)
+    request.take(5, 1000)
     request.preempt()
     assert request.prompt_scores == [entry, entry] and not request.wants_prompt_scores
     assert not make().wants_prompt_scores

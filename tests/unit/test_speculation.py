@@ -148,12 +148,12 @@ def test_prompt_lookup_finds_the_latest_place_of_the_longest_suffix():
     command = Submit("r", [1, 2, 3, 4, 5, 9, 3, 4, 6, 7, 2, 3, 4], params)
     request = Request(command, Rank(0, 0, 0), BlockTable(4))
     assert list(drafter.propose(request, 2)) == [5, 9]
-    request.append(5)
+    request.take(5, 1000)
     assert list(drafter.propose(request, 4)) == [9, 3, 4, 6]
-    request.append(8)
+    request.take(8, 1000)
     assert list(drafter.propose(request, 4)) == []
     for token in (3, 4):
-        request.append(token)
+        request.take(token, 1000)
     assert list(drafter.propose(request, 9)) == [5, 8, 3, 4]
 
 
