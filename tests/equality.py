@@ -5,6 +5,8 @@ alternatives with the answers of engines that serve a single request each, to th
 """
 
 import random
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +23,7 @@ FEWEST_TOKENS = max(LENGTHS) + MOST_OUTPUTS + 1
 def random_settings(rng: random.Random) -> Settings:
     """One point of the sweep. Whatever else must not change an answer becomes a line here."""
     page_size = rng.choice([1, 2, 3, 4, 8, 16, 64])
-    tokens = rng.choice([FEWEST_TOKENS, 2 * FEWEST_TOKENS, 12 * FEWEST_TOKENS])
+    tokens = FEWEST_TOKENS * rng.choice([1, 1, 2, 12])
     budget = rng.choice([1, 5, 7, 16, 33, 64, 100, 300])
     # Who is thrown out before its prompt was ever computed never ends.
     preempt_every = rng.choice([0, 0, 5, 9]) if budget >= 100 else 0
@@ -33,13 +35,21 @@ def random_settings(rng: random.Random) -> Settings:
         preempt_every=preempt_every,
         drafter=rng.choice(["none", "none", "ngram", "mtp"]),
         num_drafts=rng.choice([1, 2, 3, 5]),
+        reuse=rng.random() < 0.8,
+        host_pages=rng.choice([0, 2, 400 // page_size]),
     )
 
 
 def random_request(number: int) -> Submit:
-    """Request `number`: greedy or sampled, each with scores, some with those of the prompt."""
+    """Request `number`: greedy or sampled, each with scores, some with those of the prompt.
+
+    Two of three begin as all others of them do, so that some find the rows of others.
+    """
     rng = random.Random(number)
     prompt = [rng.randrange(80, 512) for _ in range(rng.choice(LENGTHS))]
+    if number % 3:
+        shared = random.Random(0).choices(range(80, 512), k=rng.choice(LENGTHS))
+        prompt = [*shared, *prompt][: len(prompt)]
     scores = {"logprobs": rng.choice([0, 3]), "prompt_logprobs": rng.choice([None, None, 2])}
     command = submit(f"r{number}", prompt, rng.randrange(1, MOST_OUTPUTS + 1), **scores)
     if rng.random() < 0.5:
@@ -52,26 +62,43 @@ def random_request(number: int) -> Submit:
 
 @dataclass
 class Sweep:
-    """A checkpoint, and the answers of single requests as far as they were needed."""
+    """A checkpoint, and the answers of single requests as far as they were needed.
+
+    met: how often what the sweep is about has happened: tokens found in the cache, pages that came
+    back from the host, preemptions.
+    """
 
     folder: Path
     num_requests: int = 60
     solo: dict[int, Answers] = field(default_factory=dict)
+    met: Counter[str] = field(default_factory=Counter)
 
     def difference(self, seed: int) -> str | None:
-        """Serve up to 12 requests in a random way; None if every answer is its own, else which."""
+        """Serve up to 12 requests in a random way, perhaps twice, the second time with the cache of
+        the first; None if every answer is its own, else which.
+        """
         rng = random.Random(seed)
         settings = random_settings(rng)
         numbers = rng.sample(range(self.num_requests), rng.randint(1, 12))
         arrive = {i: rng.randrange(20) for i in range(len(numbers))}
         driver = ModelDriver(self.folder, settings)
-        found = driver.run([random_request(number) for number in numbers], arrive)
+        for _ in range(rng.choice([1, 2, 2])):
+            found = driver.run([random_request(number) for number in numbers], arrive)
+            if (difference := self._compare(numbers, found)) is not None:
+                return f"seed {seed}: {difference} under {settings}"
+        stats = driver.scheduler.stats()
+        self.met["cached tokens"] += stats.num_prefix_hits
+        self.met["pages from the host"] += stats.num_host_loads
+        self.met["preemptions"] += stats.num_preemptions
+        return None
+
+    def _compare(self, numbers: Sequence[int], found: Answers) -> str | None:
         for number in numbers:
             name, alone = f"r{number}", self._alone(number)
             if found.ids[name] != alone.ids[name]:
-                return f"seed {seed}: the ids of {name} differ under {settings}"
+                return f"the ids of {name} differ"
             if bits(found.logprobs[name]) != bits(alone.logprobs[name]):
-                return f"seed {seed}: the logprobs of {name} differ under {settings}"
+                return f"the logprobs of {name} differ"
         return None
 
     def _alone(self, number: int) -> Answers:

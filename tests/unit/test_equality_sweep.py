@@ -27,6 +27,7 @@ BEDS = {"sparse": t_tied, "dense": t_tied_dense, "accepted drafts": t_markov}
 def test_num_17_every_answer_is_its_own_in_a_few_settings(bed):
     sweep = Sweep(BEDS[bed](), num_requests=20)
     assert [found for seed in range(6) if (found := sweep.difference(seed))] == []
+    assert sweep.met["cached tokens"] > 0
 
 
 @pytest.mark.deep
@@ -36,7 +37,10 @@ def test_num_17_every_answer_is_its_own_in_2000_settings(bed, block):
     """100 settings a block; 2000 for each bed."""
     first = 1000 + 100 * block
     sweep = sweep_of(bed)
+    sweep.met.clear()
     assert [found for seed in range(first, first + 100) if (found := sweep.difference(seed))] == []
+    assert min(sweep.met.values()) > 0 and len(sweep.met) == 3
+    print(bed, block, dict(sweep.met))
 
 
 @functools.cache

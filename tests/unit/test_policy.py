@@ -209,3 +209,44 @@ def test_an_alarm_of_a_finished_request_is_silent():
     driver.run()
     clock.now += 9.0
     assert driver.scheduler.expire() == []
+
+
+@pytest.mark.parametrize("seats", [1, 2, 5])
+def test_tenants_get_equal_shares_of_a_loaded_server_however_much_they_send(seats):
+    """Three that always have more to ask, one of them ten times as much: each gets a third."""
+    driver = Driver(seats=seats, queue=200, pages=400)
+    waiting = {"flood": 60, "some": 6, "few": 6}
+    sent, finished = dict.fromkeys(waiting, 0), dict.fromkeys(waiting, 0)
+    rng = random.Random(seats)
+    while len(driver.ends) < 300:
+        for tenant, most in waiting.items():
+            while sent[tenant] - finished[tenant] < most:
+                ids = prompt(rng.randrange(2, 9), sent[tenant])
+                name = f"{tenant}{sent[tenant]}"
+                driver.add(submit(name, ids, rng.randrange(1, 4), Handling(tenant=tenant)))
+                sent[tenant] += 1
+        driver.step()
+        for tenant in waiting:
+            finished[tenant] = sum(name.startswith(tenant) for name in driver.ends)
+    assert max(finished.values()) - min(finished.values()) <= 2 * seats, finished
+    for tenant in waiting:
+        for i in range(sent[tenant]):
+            driver.abort(f"{tenant}{i}")
+
+
+def test_who_asks_now_and_then_is_not_made_to_wait_by_who_floods():
+    driver = Driver(seats=2, queue=200, pages=400)
+    floods = 0
+    for patient in range(20):
+        while len(driver.scheduler.queue) < 50:
+            driver.add(submit(f"f{floods}", prompt(5, floods), 3, Handling(tenant="flood")))
+            floods += 1
+        driver.step()
+        name = f"p{patient}"
+        driver.add(submit(name, prompt(5, patient), 3, Handling(tenant="patient")))
+        before, steps = len(driver.ends), 0
+        while name not in driver.ends:
+            driver.step()
+            steps += 1
+        # Its own steps behind those of who runs already, and of one who was next.
+        assert steps <= 3 + 2 * 3 and len(driver.ends) - before <= 5
