@@ -11,9 +11,8 @@ from torch import Tensor
 from benchmarks.kernel_cases import Case, Entry, Section, closeness, floor_us
 from benchmarks.peers import Peers
 from minidsa.attention.kernels.fp8_rows import FP8
-from minidsa.model.fp8 import dequantise
+from minidsa.model.fp8 import Fp8Weights, dequantise
 from minidsa.model.kernels.fp8_experts import (
-    Fp8Weights,
     fp8_experts,
     group_pairs,
     grouped_product,

@@ -24,7 +24,8 @@ from .layers.rope import angle_table
 class DeepseekModel:
     """A DeepSeek-V3 or V3.2 model; weights are uninitialised until the loader has filled them.
 
-    `mtp` is None unless the model was made to guess ahead.
+    `mtp` is None unless the model was made to guess ahead. keeps_fp8: weights that the checkpoint
+    stores in fp8 are kept so where a product takes them.
     """
 
     def __init__(
@@ -34,9 +35,11 @@ class DeepseekModel:
         device: torch.device,
         *,
         with_mtp: bool = False,
+        keeps_fp8: bool = False,
     ) -> None:
-        allocate = Allocator(dtype, device)
+        allocate = Allocator(dtype, device, keeps_fp8)
         self._linears = allocate.linears
+        self.keeps_fp8 = keeps_fp8
         self.config = config
         self.dtype = dtype
         self.device = device

@@ -25,6 +25,10 @@ from .weight_files import WeightFiles
 logger = logging.getLogger(__name__)
 
 PLAIN_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+# Of products that `Allocator.fp8_linear` and the experts make.
+MAY_BE_FP8 = tuple(
+    f"{name}_proj.weight" for name in ("self_attn.q_b", ".o", ".gate", ".up", ".down")
+)
 ROWS_AT_ONCE = 4096  # of two tensors that are compared
 
 UNTIED = (
@@ -48,6 +52,13 @@ class CheckedCheckpoint:
     mtp_layer: MtpLayerUse
     tensors: dict[str, TensorInfo]
     notes: tuple[str, ...]
+
+    @property
+    def all_fp8(self) -> bool:
+        """Whether every weight that a product could take in fp8 is stored so."""
+        return self.config.quantised and all(
+            info.dtype == FP8 for name, info in self.tensors.items() if name.endswith(MAY_BE_FP8)
+        )
 
 
 def check_checkpoint(
@@ -110,13 +121,20 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     alive: Callable[[], None] = lambda: None,
+    *,
+    keeps_fp8: bool = False,
 ) -> DeepseekModel:
-    """Allocate the model once and fill it; fp8 weights are dequantised.
+    """Allocate the model once and fill it.
 
-    alive: called after each tensor. Raises CheckpointError for one that holds NaN or infinity.
+    keeps_fp8: weights that products take in fp8 stay so; others are dequantised, like all without
+    it. alive: called after each tensor. Raises CheckpointError for one that holds NaN or infinity.
     """
     model = DeepseekModel(
-        checkpoint.config, dtype, device, with_mtp=checkpoint.mtp_layer == "loaded"
+        checkpoint.config,
+        dtype,
+        device,
+        with_mtp=checkpoint.mtp_layer == "loaded",
+        keeps_fp8=keeps_fp8,
     )
     table = name_table(model)
     # Its default lock is a system-wide semaphore, which a killed engine would leave behind.
@@ -128,7 +146,7 @@ def load_weights(
         tqdm(total=total, desc="weights", unit="B", unit_scale=True, disable=None) as bar,
     ):
         for name, entry in table.items():
-            entry.fill(files.read(name))
+            _fill(entry, name, files)
             _check_finite(name, checkpoint.tensors[name], entry)
             bar.update(files.nbytes(name))
             alive()
@@ -183,8 +201,22 @@ def _hint(name: str, config: ModelConfig) -> str:
     return f" (num_hidden_layers = {config.num_layers}{experts})"
 
 
+def _fill(entry: Slice, name: str, files: WeightFiles) -> None:
+    if entry.scales is None:
+        entry.fill(files.read(name))
+        return
+    values, scales = files.read_fp8(name)
+    entry.fill(values)
+    entry.fill_scales(scales)
+
+
 def _check_finite(name: str, info: TensorInfo, entry: Slice) -> None:
     """On the filled target, so that overflow of a conversion shows too."""
-    extremes = torch.stack(torch.aminmax(entry.target))
-    if not bool(extremes.isfinite().all()):
+    if entry.scales is None:
+        finite = torch.stack(torch.aminmax(entry.target)).isfinite().all()
+    else:
+        # e4m3 has one NaN, in both signs, and no infinity.
+        finite = (entry.target.view(torch.uint8) & 0x7F != 0x7F).all()
+        finite &= entry.scales.isfinite().all()
+    if not bool(finite):
         raise CheckpointError(f"{info.file}: {name} holds NaN or infinity")

@@ -23,6 +23,7 @@ from ..kv_cache.storage import CacheStorage
 from .checkpoint import read_config
 from .config import ModelConfig
 from .deepseek import DeepseekModel
+from .layers.fp8 import multiplies_fp8
 from .loader import CheckedCheckpoint, check_checkpoint, has_mtp_layer, load_weights
 from .memory_plan import MemoryPlan, plan_memory
 from .runner import ModelRunner
@@ -44,13 +45,15 @@ class LoadedEngine:
 class CheckedStart:
     """Settings, a checkpoint and a backend that fit each other; nothing is loaded yet.
 
-    config: from `resolve_run`. notes: the choices made so far.
+    config: from `resolve_run`. keeps_fp8: products take their weights in fp8. notes: the choices
+    made so far.
     """
 
     config: EngineConfig
     checkpoint: CheckedCheckpoint
     choice: Choice
     memory: MemoryPlan
+    keeps_fp8: bool
     notes: tuple[str, ...]
 
     @property
@@ -66,7 +69,8 @@ class CheckedStart:
         config, memory = self.config, self.memory
         torch.set_num_threads(_chosen(config.num_threads))
         device = torch.device(config.device)
-        model = load_weights(self.checkpoint, DTYPES[config.dtype], device, alive)
+        dtype = DTYPES[config.dtype]
+        model = load_weights(self.checkpoint, dtype, device, alive, keeps_fp8=self.keeps_fp8)
         # Before the cache is sized: packing takes memory of its own.
         model.pack(alive)
         alive()
@@ -94,9 +98,14 @@ def check_start(config: EngineConfig) -> CheckedStart:
     with_mtp = drafts.config.speculative.method == "mtp"
     checkpoint = check_checkpoint(directory, model_config, with_mtp=with_mtp)
     free = _free_bytes(torch.device(run.config.device))
-    memory = plan_memory(checkpoint.config, drafts.config, free, with_mtp=with_mtp)
-    notes = (*run.notes, choice.reason, *drafts.notes, *checkpoint.notes)
-    return CheckedStart(drafts.config, checkpoint, choice, memory, notes)
+    device = torch.device(run.config.device)
+    fp8 = checkpoint.all_fp8 and multiplies_fp8(device) and run.config.dtype != "float32"
+    memory = plan_memory(checkpoint.config, drafts.config, free, with_mtp=with_mtp, keeps_fp8=fp8)
+    notes = [*run.notes, choice.reason, *drafts.notes, *checkpoint.notes]
+    if checkpoint.config.quantised:
+        kept = "kept in fp8" if fp8 else f"dequantised to {run.config.dtype}"
+        notes.append(f"fp8 weights are {kept}")
+    return CheckedStart(drafts.config, checkpoint, choice, memory, fp8, tuple(notes))
 
 
 def _choose_backend(config: EngineConfig, model_config: ModelConfig) -> Choice:
@@ -134,7 +143,7 @@ def _assemble(
         max_model_len=_chosen(config.max_model_len),
         eos_token_ids=list(model.config.eos_token_ids),
         num_parameters=size.parameters,
-        weight_bytes=size.nbytes(model.dtype.itemsize),
+        weight_bytes=size.nbytes(model.dtype.itemsize, keeps_fp8=model.keeps_fp8),
         dtype=config.dtype,
         device=config.device,
         attention_backend=backend.name,

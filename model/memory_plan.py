@@ -34,6 +34,7 @@ class MemoryPlan:
     free_bytes: int
     num_parameters: int
     weights: dict[str, int]
+    keeps_fp8: bool
     latent_bytes_per_token: int
     index_bytes_per_token: int
     activations: int
@@ -68,7 +69,7 @@ class MemoryPlan:
         return [
             f"memory: {shown_bytes(self.total_bytes)} of {shown_bytes(self.free_bytes)} free on "
             f"{config.device}",
-            f"  weights {shown_bytes(self.weight_bytes)} in {config.dtype}, "
+            f"  weights {shown_bytes(self.weight_bytes)} in {_format(config, self.keeps_fp8)}, "
             f"{shown_count(self.num_parameters)} parameters ({kinds})",
             f"  cache {shown_bytes(self.cache_bytes)}: {self.num_tokens} tokens in "
             f"{cache.num_pages} pages of {cache.page_size}; a token takes "
@@ -87,12 +88,13 @@ def plan_memory(
     free_bytes: int,
     *,
     with_mtp: bool = False,
+    keeps_fp8: bool = False,
     ranks: int = 1,
 ) -> MemoryPlan:
     """Plan for a config from `resolve_run`; free_bytes: of the device before anything is loaded.
 
-    ranks: devices that share the model by tensor parallelism. Raises DoesNotFit, and SettingError
-    for a setting that is the reason.
+    keeps_fp8: products take their weights in fp8. ranks: devices that share the model by tensor
+    parallelism. Raises DoesNotFit, and SettingError for a setting that is the reason.
     """
     if ranks < 1 or model.num_heads % ranks:
         fitting = ", ".join(str(n) for n in range(1, 65) if model.num_heads % n == 0)
@@ -101,7 +103,7 @@ def plan_memory(
             f"numbers that can: {fitting}"
         )
     item, device = dict(ITEM_BYTES)[config.dtype], config.device
-    weights = _weights(model, item, device, with_mtp=with_mtp, ranks=ranks)
+    weights = _weights(model, item, device, with_mtp=with_mtp, ranks=ranks, keeps_fp8=keeps_fp8)
     layout = model.cache_layout(with_mtp=with_mtp)
     tokens = config.scheduler.max_num_batched_tokens or 1
     activations = activation_bytes(model, tokens, item, ranks)
@@ -113,7 +115,10 @@ def plan_memory(
     weight_bytes, step = sum(weights.values()), activations + logits
     left = free_bytes - weight_bytes
     if left < step + smallest_cache:
-        message = _shortfall(config, left, weight_bytes, (activations, logits), smallest_cache)
+        sizes = f"{shown_bytes(weight_bytes)} in {_format(config, keeps_fp8)}"
+        message = _shortfall(
+            config, left, (weight_bytes, sizes), (activations, logits), smallest_cache
+        )
         # Where weights and a cache fit, it is the step that was set too large.
         raise DoesNotFit(message) if left < 2 * smallest_cache else SettingError(message)
     cache = resolve_cache(config, model.max_position_embeddings, token_bytes, left, step)
@@ -125,6 +130,7 @@ def plan_memory(
         free_bytes=free_bytes,
         num_parameters=total(sizes).parameters,
         weights=weights,
+        keeps_fp8=keeps_fp8,
         latent_bytes_per_token=token_bytes - index_bytes,
         index_bytes_per_token=index_bytes,
         activations=activations,
@@ -133,10 +139,10 @@ def plan_memory(
 
 
 def _weights(
-    model: ModelConfig, item: int, device: str, *, with_mtp: bool, ranks: int
+    model: ModelConfig, item: int, device: str, *, with_mtp: bool, ranks: int, keeps_fp8: bool
 ) -> dict[str, int]:
     sizes = weight_sizes(model, with_mtp=with_mtp)
-    weights = {kind: part.nbytes(item, ranks) for kind, part in sizes.items()}
+    weights = {kind: part.nbytes(item, ranks, keeps_fp8=keeps_fp8) for kind, part in sizes.items()}
     copies = packed_copies(model, with_mtp=with_mtp)
     if device == "cpu" and item == 4 and copies.parameters:
         weights["packed once more"] = copies.nbytes(item, ranks)
@@ -144,19 +150,24 @@ def _weights(
     return weights
 
 
+def _format(config: EngineConfig, keeps_fp8: bool) -> str:
+    return f"{config.dtype}, products in fp8" if keeps_fp8 else config.dtype
+
+
 def _shortfall(
-    config: EngineConfig, left: int, weights: int, step: tuple[int, int], cache: int
+    config: EngineConfig, left: int, weights: tuple[int, str], step: tuple[int, int], cache: int
 ) -> str:
-    """left: what the weights leave of the free memory; step: activations and logits."""
+    """left: what the weights leave of the free memory; weights: their bytes, and how to say it; step:
+    activations and logits."""
     tokens, (activations, logits) = config.scheduler.max_num_batched_tokens or 1, step
-    needed = weights + activations + logits + cache
+    needed = weights[0] + activations + logits + cache
     advice = f"it takes a device with {shown_bytes(needed)} free"
     fitting = tokens * (left - cache - logits) // activations
     if fitting > 0:
         advice += f", or max_num_batched_tokens of about {fitting}"
     return (
-        f"the model does not fit: weights take {shown_bytes(weights)} in {config.dtype}, a step of "
+        f"the model does not fit: weights take {weights[1]}, a step of "
         f"{tokens} tokens {shown_bytes(activations + logits)} and the smallest cache "
-        f"{shown_bytes(cache)}, but {shown_bytes(left + weights)} are free on {config.device}; "
+        f"{shown_bytes(cache)}, but {shown_bytes(left + weights[0])} are free on {config.device}; "
         f"{advice}"
     )

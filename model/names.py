@@ -14,9 +14,11 @@ from torch import Tensor
 
 from .config import ModelConfig, MoeConfig
 from .deepseek import DeepseekModel
+from .fp8 import BLOCK
 from .layers.decoder import DecoderLayer
+from .layers.fp8 import Fp8Linear
 from .layers.indexer import Indexer
-from .layers.linear import Allocator
+from .layers.linear import Allocator, Linear
 from .layers.mla import Mla
 from .layers.mlp import Mlp
 from .layers.moe import Moe
@@ -30,12 +32,14 @@ class Slice:
 
     shape: its shape in the file. target: the view of our weight it fills, element by element in the
     file's order. rows: if given, the order of one head's rows: in each run of len(rows) rows, row i
-    of the weight is row rows[i] of the file.
+    of the weight is row rows[i] of the file. scales: where the scales of its blocks go, if the
+    weight stays in fp8.
     """
 
     shape: tuple[int, ...]
     target: Tensor
     rows: tuple[int, ...] | None = None
+    scales: Tensor | None = None
 
     def fill(self, source: Tensor) -> None:
         """Copy a tensor of the file, converting dtype and device."""
@@ -43,6 +47,12 @@ class Slice:
             heads_HXD = source.unflatten(0, (-1, len(self.rows)))
             source = heads_HXD[:, list(self.rows)]
         self.target.copy_(source.reshape(self.target.shape))
+
+    def fill_scales(self, scales: Tensor) -> None:
+        """Copy the block scales of an fp8 tensor of the file, fp32."""
+        if self.scales is None:
+            raise ValueError("the weight is not kept in fp8")
+        self.scales.copy_(scales.reshape(self.scales.shape))
 
 
 Entry = tuple[str, Slice]
@@ -136,6 +146,17 @@ def _whole(name: str, target: Tensor, rows: list[int] | None = None) -> Entry:
     return name, Slice(tuple(target.shape), target, None if rows is None else tuple(rows))
 
 
+def _product(
+    name: str, linear: Linear | Fp8Linear, part: slice = slice(None), rows: list[int] | None = None
+) -> Entry:
+    """A product's weight, or those of its rows that a tensor of the file fills."""
+    target, order = linear.weight_ED[part], None if rows is None else tuple(rows)
+    if isinstance(linear, Linear):
+        return name, Slice(tuple(target.shape), target, order)
+    blocks = slice(*(None if end is None else end // BLOCK for end in (part.start, part.stop)))
+    return name, Slice(tuple(target.shape), target, order, linear.scales[blocks])
+
+
 def _mtp(prefix: str, mtp: MtpLayer, config: ModelConfig) -> Iterator[Entry]:
     yield _whole(f"{prefix}enorm.weight", mtp.token_norm.weight_D)
     yield _whole(f"{prefix}hnorm.weight", mtp.hidden_norm.weight_D)
@@ -166,12 +187,12 @@ def _attention(prefix: str, mla: Mla, config: ModelConfig) -> Iterator[Entry]:
     else:
         yield _whole(f"{prefix}q_a_proj.weight", mla.down.weight_ED[: mla.latent_start])
         yield _whole(f"{prefix}q_a_layernorm.weight", mla.q_norm.weight_D)
-        yield _whole(f"{prefix}q_b_proj.weight", mla.up.weight_ED, query_rows)
+        yield _product(f"{prefix}q_b_proj.weight", mla.up, rows=query_rows)
     rows_ED = mla.down.weight_ED[mla.latent_start : latent_end]
     yield _whole(f"{prefix}kv_a_proj_with_mqa.weight", rows_ED, kv_rows)
     yield _whole(f"{prefix}kv_a_layernorm.weight", mla.kv_norm.weight_D)
     yield _whole(f"{prefix}kv_b_proj.weight", mla.kv_b_HXC.flatten(0, 1))
-    yield _whole(f"{prefix}o_proj.weight", mla.out.weight_ED)
+    yield _product(f"{prefix}o_proj.weight", mla.out)
     if mla.indexer is not None:
         yield from _indexer(f"{prefix}indexer.", mla.indexer, mla.down.weight_ED[latent_end:])
 
@@ -188,30 +209,72 @@ def _indexer(prefix: str, indexer: Indexer, keys_ED: Tensor) -> Iterator[Entry]:
 
 
 def _mlp(prefix: str, mlp: Mlp) -> Iterator[Entry]:
-    gate_ED, up_ED = mlp.gate_up.weight_ED.chunk(2)
-    yield _whole(f"{prefix}gate_proj.weight", gate_ED)
-    yield _whole(f"{prefix}up_proj.weight", up_ED)
-    yield _whole(f"{prefix}down_proj.weight", mlp.down.weight_ED)
+    middle = len(mlp.gate_up.weight_ED) // 2
+    yield _product(f"{prefix}gate_proj.weight", mlp.gate_up, slice(0, middle))
+    yield _product(f"{prefix}up_proj.weight", mlp.gate_up, slice(middle, 2 * middle))
+    yield _product(f"{prefix}down_proj.weight", mlp.down)
 
 
 def _moe(prefix: str, moe: Moe) -> Iterator[Entry]:
     yield _whole(f"{prefix}gate.weight", moe.gate.weight_ED)
     yield _whole(f"{prefix}gate.e_score_correction_bias", moe.gate.bias_E)
-    gates_XED, ups_XED = moe.gate_up_XED.chunk(2, dim=1)
+    gates, ups, downs = _expert_weights(moe)
     for expert in range(moe.moe.num_experts):
-        yield _whole(f"{prefix}experts.{expert}.gate_proj.weight", gates_XED[expert])
-        yield _whole(f"{prefix}experts.{expert}.up_proj.weight", ups_XED[expert])
-        yield _whole(f"{prefix}experts.{expert}.down_proj.weight", moe.down_XDE[expert])
+        yield gates.of(f"{prefix}experts.{expert}.gate_proj.weight", expert)
+        yield ups.of(f"{prefix}experts.{expert}.up_proj.weight", expert)
+        yield downs.of(f"{prefix}experts.{expert}.down_proj.weight", expert)
     if moe.moe.num_shared:
-        yield from _shared_experts(f"{prefix}shared_experts.", moe, gates_XED, ups_XED)
+        yield gates.shared_rows(f"{prefix}shared_experts.gate_proj.weight", moe.moe)
+        yield ups.shared_rows(f"{prefix}shared_experts.up_proj.weight", moe.moe)
+        yield downs.shared_columns(f"{prefix}shared_experts.down_proj.weight", moe.moe)
 
 
-def _shared_experts(prefix: str, moe: Moe, gates_XED: Tensor, ups_XED: Tensor) -> Iterator[Entry]:
-    """One wide block in the file, `num_shared` experts of ordinary width in memory."""
-    sizes: MoeConfig = moe.moe
-    hidden, width = moe.down_XDE.shape[1], sizes.num_shared * sizes.intermediate_size
-    first = sizes.num_experts
-    yield f"{prefix}gate_proj.weight", Slice((width, hidden), gates_XED[first:])
-    yield f"{prefix}up_proj.weight", Slice((width, hidden), ups_XED[first:])
-    down_DXE = moe.down_XDE[first:].transpose(0, 1)
-    yield f"{prefix}down_proj.weight", Slice((hidden, width), down_DXE)
+@dataclass(frozen=True)
+class _ExpertWeights:
+    """One of the three matrices of every expert, with its scales if it stays in fp8.
+
+    Shared experts are one wide block in the file, `num_shared` experts of ordinary width in memory.
+    """
+
+    weight_XED: Tensor
+    scales_XBB: Tensor | None
+
+    def of(self, name: str, expert: int) -> Entry:
+        target = self.weight_XED[expert]
+        scales = None if self.scales_XBB is None else self.scales_XBB[expert]
+        return name, Slice(tuple(target.shape), target, scales=scales)
+
+    def shared_rows(self, name: str, moe: MoeConfig) -> Entry:
+        target, scales = self._shared(moe)
+        _, rows, columns = target.shape
+        return name, Slice((moe.num_shared * rows, columns), target, scales=scales)
+
+    def shared_columns(self, name: str, moe: MoeConfig) -> Entry:
+        target, scales = self._shared(moe)
+        _, rows, columns = target.shape
+        scales = None if scales is None else scales.transpose(0, 1)
+        shape = (rows, moe.num_shared * columns)
+        return name, Slice(shape, target.transpose(0, 1), scales=scales)
+
+    def _shared(self, moe: MoeConfig) -> tuple[Tensor, Tensor | None]:
+        first = moe.num_experts
+        scales = None if self.scales_XBB is None else self.scales_XBB[first:]
+        return self.weight_XED[first:], scales
+
+
+def _expert_weights(moe: Moe) -> tuple[_ExpertWeights, _ExpertWeights, _ExpertWeights]:
+    """Gates, ups and downs."""
+    gates_XED, ups_XED = moe.gate_up_XED.chunk(2, dim=1)
+    if moe.fp8 is None:
+        return (
+            _ExpertWeights(gates_XED, None),
+            _ExpertWeights(ups_XED, None),
+            _ExpertWeights(moe.down_XDE, None),
+        )
+    gate_up, down = moe.fp8
+    gate_scales, up_scales = gate_up.scales_XBB.chunk(2, dim=1)
+    return (
+        _ExpertWeights(gates_XED, gate_scales),
+        _ExpertWeights(ups_XED, up_scales),
+        _ExpertWeights(moe.down_XDE, down.scales_XBB),
+    )

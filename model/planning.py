@@ -28,8 +28,22 @@ def plan_lines(config: EngineConfig, gpu: str | None, ranks: int) -> list[str]:
     drafts = resolve_drafts(run.config, model.num_mtp_layers > 0)
     with_mtp = drafts.config.speculative.method == "mtp"
 
+    keeps_fp8 = (
+        model.quantised
+        and gpu is not None
+        and find_gpu(gpu).has_fp8
+        and run.config.dtype != "float32"
+    )
+
     def plan(count: int) -> MemoryPlan:
-        return plan_memory(model, drafts.config, free_bytes, with_mtp=with_mtp, ranks=count)
+        return plan_memory(
+            model,
+            drafts.config,
+            free_bytes,
+            with_mtp=with_mtp,
+            keeps_fp8=keeps_fp8,
+            ranks=count,
+        )
 
     try:
         planned = plan(ranks)

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from .checkpoint import TensorInfo
-from .fp8 import FP8, SCALE_SUFFIX, dequantise
+from .fp8 import FP8, SCALE_SUFFIX, dequantise, plain_scale
 
 
 class WeightFiles:
@@ -40,6 +40,10 @@ class WeightFiles:
         return (
             dequantise(weight, self._stored(name + SCALE_SUFFIX)) if info.dtype == FP8 else weight
         )
+
+    def read_fp8(self, name: str) -> tuple[Tensor, Tensor]:
+        """The e4m3 values of a tensor that is stored in fp8 blocks, and their fp32 scales."""
+        return self._stored(name), plain_scale(self._stored(name + SCALE_SUFFIX))
 
     def nbytes(self, name: str) -> int:
         """Bytes that `read` reads, scales included."""

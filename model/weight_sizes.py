@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from .config import IndexerConfig, ModelConfig, MoeConfig
 
+# Rows and columns of an fp8 weight that share a scale (`fp8.py`, which needs torch).
+BLOCK = 128
+
 # Columns of a weight that a CPU keeps in a second form, for few rows.
 NARROW_UP_TO = 512
 
@@ -16,20 +19,28 @@ class Part(NamedTuple):
     """Parameters of one kind.
 
     split: those that ranks of tensor parallelism would share out between them. whole: those that
-    each keeps. fp32: those of the latter that stay in fp32 whatever the model's dtype.
+    each keeps. fp32: those that stay in fp32 whatever the model's dtype. scaled: those of `split`
+    that products take in block-scaled fp8.
     """
 
     split: int = 0
     whole: int = 0
     fp32: int = 0
+    scaled: int = 0
 
     @property
     def parameters(self) -> int:
         return self.split + self.whole + self.fp32
 
-    def nbytes(self, item_size: int, ranks: int = 1) -> int:
-        """Bytes on each rank when an element takes `item_size` bytes."""
-        return (-(-self.split // ranks) + self.whole) * item_size + self.fp32 * 4
+    def nbytes(self, item_size: int, ranks: int = 1, *, keeps_fp8: bool = False) -> int:
+        """Bytes on each rank when an element takes `item_size` bytes.
+
+        keeps_fp8: weights that products take in fp8 are kept so, with their scales.
+        """
+        fp8 = self.scaled if keeps_fp8 else 0
+        plain = -(-(self.split - fp8) // ranks) + self.whole
+        scales = fp8 // (BLOCK * BLOCK) * 4
+        return plain * item_size + self.fp32 * 4 + -(-(fp8 + scales) // ranks)
 
     def plus(self, other: "Part", times: int = 1) -> "Part":
         return Part(*(a + times * b for a, b in zip(self, other, strict=True)))
@@ -81,10 +92,12 @@ def _add(sizes: dict[str, Part], config: ModelConfig, layers: int, *, is_dense: 
     if config.indexer is not None:
         parts["indexer"] = _indexer(config, config.indexer)
     if is_dense or config.moe is None:
-        parts["dense MLP"] = Part(3 * config.hidden_size * config.intermediate_size)
+        width = config.intermediate_size
+        first = _fp8_linear(2 * width, config.hidden_size, parts=2)
+        parts["dense MLP"] = first.plus(_fp8_linear(config.hidden_size, width))
     else:
         gate = (config.hidden_size + 1) * config.moe.num_experts
-        parts["experts"] = Part(_experts(config.moe, config.hidden_size), 0, gate)
+        parts["experts"] = _experts(config.moe, config.hidden_size)._replace(fp32=gate)
     for name, part in parts.items():
         sizes[name] = sizes.get(name, Part()).plus(part, layers)
 
@@ -93,12 +106,14 @@ def _attention(config: ModelConfig) -> Part:
     """With the two norms of the layer."""
     hidden, heads, latent = config.hidden_size, config.num_heads, config.kv_lora_rank
     queries = heads * (config.nope_dim + config.rope_dim)
-    split = heads * ((config.nope_dim + config.v_dim) * latent + config.v_dim * hidden)
+    out = _fp8_linear(hidden, heads * config.v_dim)
     whole = hidden * (latent + config.rope_dim) + latent + 2 * hidden
+    part = out.plus(Part(heads * (config.nope_dim + config.v_dim) * latent, whole))
     if config.q_lora_rank is None:
-        return Part(split + queries * hidden, whole)
+        return part.plus(Part(queries * hidden))
     rank = config.q_lora_rank
-    return Part(split + queries * rank, whole + rank * (hidden + 1))
+    up = _fp8_linear(queries, rank) if config.rope.interleaved else Part(queries * rank)
+    return part.plus(up).plus(Part(0, rank * (hidden + 1)))
 
 
 def _indexer(config: ModelConfig, indexer: IndexerConfig) -> Part:
@@ -108,5 +123,13 @@ def _indexer(config: ModelConfig, indexer: IndexerConfig) -> Part:
     return Part(0, queries + keys, norm_and_weights)
 
 
-def _experts(moe: MoeConfig, hidden: int) -> int:
-    return 3 * hidden * moe.intermediate_size * (moe.num_experts + moe.num_shared)
+def _experts(moe: MoeConfig, hidden: int) -> Part:
+    size = 3 * hidden * moe.intermediate_size * (moe.num_experts + moe.num_shared)
+    fits = moe.intermediate_size % BLOCK == hidden % BLOCK == 0
+    return Part(size, scaled=size if fits else 0)
+
+
+def _fp8_linear(rows: int, columns: int, *, parts: int = 1) -> Part:
+    """As `Allocator.fp8_linear` decides."""
+    fits = columns % BLOCK == rows // parts % BLOCK == 0
+    return Part(rows * columns, scaled=rows * columns if fits else 0)

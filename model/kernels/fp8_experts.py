@@ -27,17 +27,9 @@ from torch import Tensor
 
 from ...attention.kernels.fp8_rows import quantise
 from ...attention.kernels.launch import ceil_div, jit, power_of_two
-from ..fp8 import dequantise
+from ..fp8 import Fp8Weights, dequantise
 from .fp8_linear import ProductTiling, add_blocks
 from .fp8_rows import GROUP, Fp8Rows, quantise_rows
-
-
-@dataclass(frozen=True)
-class Fp8Weights:
-    """The same matrix of every expert: values_XED e4m3, scales_XBB fp32 for blocks of 128 x 128."""
-
-    values_XED: Tensor
-    scales_XBB: Tensor
 
 
 @dataclass(frozen=True)

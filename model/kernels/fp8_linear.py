@@ -87,6 +87,7 @@ def _linear(
     tokens,
     rows,
     columns,
+    scale_stride,
     blocks_per_part,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -107,7 +108,7 @@ def _linear(
         x_scale_ptr + t_read,
         w_ptr + e_read[None, :] * columns + k[:, None],
         (e < rows)[None, :],
-        w_scale_ptr + (tl.program_id(1) * BLOCK_N // 128).to(tl.int64) * blocks,
+        w_scale_ptr + (tl.program_id(1) * BLOCK_N // 128).to(tl.int64) * scale_stride,
         part * blocks_per_part,
         tl.minimum((part + 1) * blocks_per_part, blocks),
         tokens,
@@ -147,7 +148,7 @@ def fp8_linear(
     """x times the transpose of the weight, [T, E] in `dtype`.
 
     weight_ED: e4m3, contiguous, D a multiple of 128, any E. scales: fp32
-    [ceil(E / 128), D / 128], contiguous. Raises ValueError for other shapes.
+    [ceil(E / 128), D / 128], with dense rows. Raises ValueError for other shapes.
     """
     (tokens, columns), rows = x.values_TD.shape, len(weight_ED)
     expected = (ceil_div(rows, GROUP), columns // GROUP)
@@ -177,6 +178,7 @@ def fp8_linear(
         tokens,
         rows,
         columns,
+        scales.stride(0),
         per_part,
         tiling.rows,
         tiling.weight_rows,

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..fp8 import BLOCK
+from .fp8 import Fp8Linear
 from .products import agrees, gather, multiply, pack, packs
 
 # `gather` reads the weight once for each row of x. Up to so many elements in all that costs less
@@ -23,7 +25,8 @@ class Allocator:
 
     dtype: torch.dtype
     device: torch.device
-    linears: "list[Linear]" = field(default_factory=list)
+    keeps_fp8: bool = False  # weights that are stored in fp8 stay so where a product takes them
+    linears: "list[Linear | Fp8Linear]" = field(default_factory=list)
 
     def weight(self, *shape: int) -> Tensor:
         """A weight in the model's dtype."""
@@ -32,6 +35,19 @@ class Allocator:
     def linear(self, rows: int, columns: int) -> "Linear":
         """A product with a weight [rows, columns] in the model's dtype."""
         made = Linear(self.weight(rows, columns))
+        self.linears.append(made)
+        return made
+
+    def fp8_linear(self, rows: int, columns: int, *, parts: int = 1) -> "Linear | Fp8Linear":
+        """A product that takes its weight in fp8 if `keeps_fp8`.
+
+        parts: so many tensors of the checkpoint stand below each other. Where one does not end with
+        a whole block, the weight is a plain one: cuBLAS gives NaN for blocks that are cut.
+        """
+        fits = columns % BLOCK == rows // parts % BLOCK == 0
+        if not (self.keeps_fp8 and fits):
+            return self.linear(rows, columns)
+        made = Fp8Linear(rows, columns, self.device)
         self.linears.append(made)
         return made
 

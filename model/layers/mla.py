@@ -15,6 +15,7 @@ from torch import Tensor
 from ...attention.base import AttentionBackend, MlaLayer, Plan, Query
 from ...kv_cache.storage import CacheStorage
 from ..config import ModelConfig
+from .fp8 import Fp8Linear
 from .indexer import Indexer
 from .linear import Allocator, Linear
 from .norm import LATENT_EPS, RmsNorm
@@ -44,14 +45,16 @@ class Mla:
         index_width = config.indexer.head_dim if config.indexer else 0
         down_width = self.latent_start + config.kv_lora_rank + config.rope_dim + index_width
         self.down = allocate.linear(down_width, config.hidden_size)
-        self.up: Linear | None = None
+        self.up: Linear | Fp8Linear | None = None
         self.q_norm: RmsNorm | None = None
         if config.q_lora_rank is not None:
-            self.up = allocate.linear(self.query_width, config.q_lora_rank)
+            # Rows in another order than the checkpoint's would leave their blocks.
+            make = allocate.fp8_linear if config.rope.interleaved else allocate.linear
+            self.up = make(self.query_width, config.q_lora_rank)
             self.q_norm = RmsNorm(config.q_lora_rank, LATENT_EPS, allocate)
         self.kv_norm = RmsNorm(config.kv_lora_rank, LATENT_EPS, allocate)
         self.kv_b_HXC = allocate.weight(heads, config.nope_dim + config.v_dim, config.kv_lora_rank)
-        self.out = allocate.linear(config.hidden_size, heads * config.v_dim)
+        self.out = allocate.fp8_linear(config.hidden_size, heads * config.v_dim)
         self.indexer = (
             Indexer(
                 config.indexer, self.latent_start, config.hidden_size, config.rope_dim, allocate

@@ -11,8 +11,8 @@ class Mlp:
     """gate_up holds the gate's rows first, then the rows of up."""
 
     def __init__(self, hidden: int, width: int, allocate: Allocator) -> None:
-        self.gate_up = allocate.linear(2 * width, hidden)
-        self.down = allocate.linear(hidden, width)
+        self.gate_up = allocate.fp8_linear(2 * width, hidden, parts=2)
+        self.down = allocate.fp8_linear(hidden, width)
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         return self.down(silu_product(self.gate_up(x_TD)))

@@ -2,7 +2,7 @@
 
 Token-expert pairs are sorted by expert, so each expert sees its tokens as one block of rows and the
 whole layer is two grouped products, however many experts there are. A CPU has products of its own
-(`experts.py`).
+(`experts.py`), and so have weights that stay in fp8 (`kernels/fp8_experts.py`).
 
 Shared experts are appended to the routed ones as experts that everybody chooses with weight 1: a
 shared block of width s * I is the sum of s blocks of width I.
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import MoeConfig
+from ..fp8 import BLOCK, Fp8Weights
 from .elementwise import rows_below
 from .experts import PackedExperts
 from .linear import Allocator, Linear
@@ -78,8 +79,15 @@ class Moe:
         self.moe = moe
         self.gate = Gate(moe, hidden, allocate)
         experts = moe.num_experts + moe.num_shared
-        self.gate_up_XED = allocate.experts(experts, 2 * moe.intermediate_size, hidden)
-        self.down_XDE = allocate.experts(experts, hidden, moe.intermediate_size)
+        middle = moe.intermediate_size
+        shapes = ((experts, 2 * middle, hidden), (experts, hidden, middle))
+        self.fp8: tuple[Fp8Weights, Fp8Weights] | None = None
+        if allocate.keeps_fp8 and middle % BLOCK == hidden % BLOCK == 0:
+            gate_up, down = (Fp8Weights.empty(*shape, allocate.device) for shape in shapes)
+            self.fp8 = gate_up, down
+            self.gate_up_XED, self.down_XDE = gate_up.values_XED, down.values_XED
+        else:
+            self.gate_up_XED, self.down_XDE = (allocate.experts(*shape) for shape in shapes)
         self._experts_X = torch.arange(experts, device=allocate.device)
         self._packed: PackedExperts | None = None
 
@@ -88,6 +96,10 @@ class Moe:
         shared_S = self._experts_X[self.moe.num_experts :]
         ids_TK = torch.cat((ids_TK, shared_S.expand(len(x_TD), -1)), dim=1)
         weights_TK = F.pad(weights_TK, (0, self.moe.num_shared), value=1.0)
+        if self.fp8 is not None:
+            from ..kernels.fp8_experts import fp8_experts  # noqa: PLC0415 - where triton is installed
+
+            return fp8_experts(x_TD, ids_TK.contiguous(), weights_TK, *self.fp8)
         experts = self._packed or self._grouped
         return self._combine(experts(x_TD, ids_TK), weights_TK).to(x_TD.dtype)
 

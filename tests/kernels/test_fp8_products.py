@@ -5,9 +5,8 @@ import torch
 
 from kernel_bed import DEVICE, HAS_GPU, normal, poisoned
 from minidsa.attention.kernels.fp8_rows import FP8
-from minidsa.model.fp8 import dequantise, quantise
+from minidsa.model.fp8 import Fp8Weights, dequantise, quantise
 from minidsa.model.kernels.fp8_experts import (
-    Fp8Weights,
     fp8_experts,
     group_pairs,
     quantised,

@@ -9,11 +9,15 @@ from safetensors.torch import load_file, save_file
 from checkpoint_edits import edit, edit_json, load, refused
 from checkpoints import T_WIDE, t_wide, tensors_of
 from minidsa.attention.dense.torch_ref import TorchDenseBackend
-from minidsa.model.checkpoint import INDEX, SINGLE
+from minidsa.attention.sparse.dsa import DsaBackend
+from minidsa.model.checkpoint import INDEX, SINGLE, read_config
 from minidsa.model.fp8 import dequantise, quantise, scale_shape
+from minidsa.model.loader import check_checkpoint, load_weights
 from minidsa.model.make_checkpoint import write_checkpoint
 from minidsa.model.names import name_table
 from stepper import Stepper, new_storage
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("shape", [(576, 256), (128, 128), (1, 300), (129, 127), (200, 200)])
@@ -131,3 +135,56 @@ def test_conf_08_the_absorbed_form_reads_fp8_scales_as_the_expanded_one_does(tmp
         parts = [tokens] if form == "expanded" else [[token] for token in tokens]
         rows[form] = torch.cat([stepper.step([("a", p)], len(p) > 1) for p in parts])
     torch.testing.assert_close(rows["expanded"], rows["absorbed"], rtol=2e-4, atol=2e-4)
+
+
+def test_weights_that_stay_in_fp8_are_those_of_the_file():
+    checkpoint = check_checkpoint(t_wide(), read_config(t_wide()), with_mtp=True)
+    assert checkpoint.all_fp8
+    model = load_weights(checkpoint, torch.float16, CPU, keeps_fp8=True)
+    plain, kept = name_table(load(t_wide())), 0
+    for name, entry in name_table(model).items():
+        if entry.scales is None:
+            continue
+        kept += 1
+        values, scales = entry.target, entry.scales
+        if values.dim() == 3:
+            # A shared expert: rows [s, I, D], or columns [D, s, I].
+            first = int("down_proj" in name)
+            values, scales = (x.flatten(first, first + 1) for x in (values, scales))
+        if name in plain:
+            expected = plain[name].target.reshape(values.shape)
+            assert torch.equal(dequantise(values, scales), expected)
+    assert kept > 50
+
+
+def test_a_model_with_fp8_products_says_what_the_dequantised_one_says():
+    """The products are interpreted; half of the difference is the interpreter's own rounding."""
+    checkpoint = check_checkpoint(t_wide(), read_config(t_wide()))
+    models = [
+        load_weights(checkpoint, torch.float16, CPU, keeps_fp8=keeps) for keeps in (False, True)
+    ]
+    ids = list(range(20, 60))
+    logits = []
+    for model in models:
+        storage = new_storage(model, 8, 16)
+        backend = DsaBackend(TorchDenseBackend(storage), storage, 2048)
+        logits.append(Stepper(model, backend, storage).prefill("a", ids, 16).float())
+    plain, kept = logits
+    assert float((plain - kept).norm() / plain.norm()) < 0.3
+
+
+@pytest.mark.parametrize("name", ["o_proj", "experts.3.up_proj", "q_a_proj"])
+def test_one_plain_weight_keeps_the_others_from_staying_in_fp8(tmp_path, name):
+    """Only products that would take fp8 matter."""
+    config = dict(T_WIDE) | {"num_hidden_layers": 2, "num_nextn_predict_layers": 0}
+    write_checkpoint(tmp_path, config, tensors_of(config))
+    part = "mlp" if "experts" in name else "self_attn"
+    weight = f"model.layers.1.{part}.{name}.weight"
+
+    def plain(tensors: dict) -> None:
+        scale = tensors.pop(f"{weight}_scale_inv")
+        tensors[weight] = dequantise(tensors[weight], scale).bfloat16()
+
+    edit(tmp_path, plain)
+    checked = check_checkpoint(tmp_path, read_config(tmp_path))
+    assert checked.all_fp8 is (name == "q_a_proj")

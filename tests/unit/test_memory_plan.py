@@ -95,6 +95,26 @@ def test_weights_are_those_that_are_allocated(variant, dtype, with_mtp):
     assert size.nbytes(dtype.itemsize) == sum(weight.nbytes for weight in weights)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_weights_that_stay_in_fp8_are_counted_with_their_scales(variant):
+    config = parse_config(VARIANTS[variant])
+    model = DeepseekModel(
+        config, torch.bfloat16, torch.device("meta"), with_mtp=True, keeps_fp8=True
+    )
+    entries = name_table(model).values()
+    bytes_of_all = sum(entry.target.nbytes for entry in entries)
+    scales = [entry.scales for entry in entries if entry.scales is not None]
+    bytes_of_all += sum(scale.numel() * 4 for scale in scales)
+    size = total(weight_sizes(config, with_mtp=True))
+    assert size.nbytes(2, keeps_fp8=True) == bytes_of_all
+
+
+def test_published_fp8_weights_fit_where_their_bytes_do():
+    """DeepSeek-V3.2 is 671.9e9 parameters in a checkpoint of 690 GB."""
+    size = total(weight_sizes(parse_config(DEEPSEEK_V32), with_mtp=False))
+    assert 676e9 < size.nbytes(2, keeps_fp8=True) < 690e9
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_planned_is_what_a_start_takes(dtype):
     config = EngineConfig(model=str(t_cpu()), device="cpu", dtype=dtype)
@@ -197,9 +217,11 @@ def folder(tmp_path: Path, raw: Any) -> EngineConfig:
 
 def test_a_plan_needs_a_config_alone_and_names_how_many_devices_would_do(tmp_path):
     config = folder(tmp_path, DEEPSEEK_V32)
-    with pytest.raises(DoesNotFit, match=r"16 of them would do: --tp 16$"):
+    with pytest.raises(
+        DoesNotFit, match=r"642 GiB in bfloat16, products in fp8.* 8 of them would do: --tp 8$"
+    ):
         plan_lines(config, "h200", 1)
-    lines = plan_lines(config, "h200", 16)
+    lines = plan_lines(config, "h200", 8)
     assert lines[0].startswith("memory: ") and any(
         "684B parameters" in line and "MTP layer" in line for line in lines
     )

@@ -1,0 +1,61 @@
+"""Products whose weight stays in fp8, as the checkpoint stores it: half the memory to read.
+
+Activations are rounded to fp8 in groups of 128 columns (DeepSeek-V3, section 3.3). Few rows go to
+our kernel, many to cuBLAS, whichever was measured to be faster (docs/performance.md).
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..fp8 import scale_shape
+
+# cuBLAS takes no fewer rows than this, and is slower up to it.
+MOST_ROWS = 64
+FP8_CAPABILITY = (8, 9)
+
+
+def multiplies_fp8(device: torch.device) -> bool:
+    """Whether the device's tensor cores multiply fp8."""
+    if device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+
+
+class Fp8Linear:
+    """x [T, D] times the transpose of a block-scaled weight [E, D]: [T, E].
+
+    weight_ED: e4m3, E and D multiples of 128. scales: fp32 [E / 128, D / 128], in memory as cuBLAS
+    wants them.
+    """
+
+    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
+        self.weight_ED = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=device)
+        blocks, width = scale_shape((rows, columns))
+        # cuBLAS reads four scales at once.
+        self._padded = torch.zeros(blocks, -(-width // 4) * 4, device=device)
+        self.scales = self._padded[:, :width]
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        from ..kernels.fp8_linear import fp8_linear  # noqa: PLC0415 - only where triton is installed
+        from ..kernels.fp8_rows import quantise_rows  # noqa: PLC0415
+
+        x = quantise_rows(x_TD)
+        if len(x_TD) <= MOST_ROWS:
+            return fp8_linear(x, self.weight_ED, self.scales, x_TD.dtype)
+        kind: Any = F.ScalingType  # pyright: ignore[reportPrivateImportUsage]
+        multiply: Any = F.scaled_mm
+        return multiply(
+            x.values_TD,
+            self.weight_ED.t(),
+            x.scales_GT.t(),
+            kind.BlockWise1x128,
+            self._padded.t(),
+            kind.BlockWise128x128,
+            output_dtype=x_TD.dtype,
+        )
+
+    def pack(self) -> None:
+        """Nothing to do: the layout of the checkpoint is the one that is multiplied."""
