@@ -157,8 +157,8 @@ def _format(config: EngineConfig, keeps_fp8: bool) -> str:
 def _shortfall(
     config: EngineConfig, left: int, weights: tuple[int, str], step: tuple[int, int], cache: int
 ) -> str:
-    """left: what the weights leave of the free memory; weights: their bytes, and how to say it; step:
-    activations and logits."""
+    """left: what the weights leave of the free memory. weights: their bytes, and how to say that.
+    step: activations and logits."""
     tokens, (activations, logits) = config.scheduler.max_num_batched_tokens or 1, step
     needed = weights[0] + activations + logits + cache
     advice = f"it takes a device with {shown_bytes(needed)} free"
