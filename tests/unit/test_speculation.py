@@ -165,14 +165,24 @@ def filled(most: int, seconds) -> DraftLength:
     return lengths
 
 
-def test_lengths_are_tried_first_and_then_chosen_by_what_they_bring():
-    lengths = DraftLength(2, adaptive=True)
+def climbed(lengths: DraftLength, num_requests: int, seconds, steps: int) -> list[int]:
     tried = []
-    for _ in range(3 * MEASUREMENTS):
-        tried.append(lengths.choose(4))
-        lengths.observe_time(4, tried[-1], 1.0)
-    assert tried == [2] * MEASUREMENTS + [1] * MEASUREMENTS + [0] * MEASUREMENTS
-    assert lengths.choose(4) == 2
+    for _ in range(steps):
+        tried.append(lengths.choose(num_requests))
+        lengths.observe_time(num_requests, tried[-1], seconds(tried[-1]))
+    return tried
+
+
+def test_the_search_starts_low_and_climbs_while_drafts_are_free():
+    tried = climbed(DraftLength(3, adaptive=True), 1, lambda k: 1.0, 4 * MEASUREMENTS)
+    assert tried == [2] * MEASUREMENTS + [3] * (3 * MEASUREMENTS)
+    tried = climbed(DraftLength(3, adaptive=True), 32, lambda k: 1.0, 5 * MEASUREMENTS)
+    assert tried == [k for k in (0, 1, 2, 3, 3) for _ in range(MEASUREMENTS)]
+
+
+def test_a_large_batch_for_which_drafts_never_pay_tries_one_length_only():
+    tried = climbed(DraftLength(7, adaptive=True), 32, lambda k: 1.0 + 1.5 * k, 63)
+    assert max(tried) == 1 and tried.count(1) == MEASUREMENTS
 
 
 def test_the_length_falls_with_acceptance_and_with_cost():
@@ -186,9 +196,9 @@ def test_the_length_falls_with_acceptance_and_with_cost():
     assert cheap.choose(4) == 0
 
 
-def test_another_length_is_tried_now_and_then():
-    lengths = filled(3, lambda k: 1.0 + 1.5 * k)
-    assert len({lengths.choose(4) for _ in range(400)}) == 4
+def test_a_neighbour_is_tried_now_and_then():
+    lengths = filled(3, lambda k: 1.0 + 0.7 * abs(k - 2))
+    assert {lengths.choose(4) for _ in range(400)} == {1, 2, 3}
 
 
 def test_a_fixed_length_stays():
