@@ -24,6 +24,7 @@ FEATURES = {
     "bias": {"logit_bias": {7: 4.0, 9: -100.0}},
     "min_tokens": {"min_tokens": 9, "stop_token_ids": list(EOS_IDS)},
     "stops": {"stop_token_ids": list(EOS_IDS)},
+    "thinking_budget": {"thinking_budget": 4, "end_think_id": 70},
     "logprobs": {"logprobs": 3},
     "prompt_logprobs": {"logprobs": 0, "prompt_logprobs": 2},
 }
@@ -138,6 +139,30 @@ def test_spec_09_near_tied_logits_with_any_drafts():
         assert_same(drafted, plain, exact=True)
     mtp = ModelDriver(t_tied(), Settings(drafter="mtp", num_drafts=3)).run(submits)
     assert_same(mtp, plain, exact=True)
+
+
+@pytest.mark.parametrize("miss", [False, True])
+def test_a_thinking_budget_ends_thoughts_at_its_place_inside_a_window(miss):
+    submits = requests("thinking_budget")
+    plain = ModelDriver(t_cpu(), Settings()).run(submits)
+    drafted = replaying(t_cpu(), Settings(), plain, miss).run(submits)
+    assert drafted.num_accepted > 0
+    for submit_ in submits:
+        ids = drafted.ids[submit_.request_id]
+        assert 70 in ids[:5] or len(ids) < 5
+
+
+def test_spec_12_acceptance_does_not_decay():
+    """The same question, one request after the other in one engine, then many at once."""
+    driver = ModelDriver(t_markov(), Settings(drafter="mtp", num_drafts=3))
+
+    def acceptance(name: str, count: int) -> float:
+        found = driver.run([submit(f"{name}{i}", [90, 91, 92], 13) for i in range(count)])
+        return found.num_accepted / found.num_drafted
+
+    shares = [acceptance(f"alone{i}-", 1) for i in range(40)]
+    shares += [acceptance(f"many{i}-", 8) for i in range(5)]
+    assert min(shares) == max(shares) > 0.9
 
 
 def first_drafts(submits: list[Submit], monkeypatch) -> tuple[list[list[int]], dict]:
