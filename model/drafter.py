@@ -1,9 +1,9 @@
 """Proposes the tokens that the next step will verify, with the model's own MTP layer.
 
-First the layer runs over all rows of the step, now that it is known what follows each of them: its
-rows in the cache are thereby those of verified tokens, whatever it had guessed there before. From
-the last true row it then goes on alone, a token at a time, feeding on its own guesses. Those rows
-are overwritten by the next step, so a rejected guess leaves nothing behind.
+First the layer writes its cache rows of the whole step, now that it is known what follows each of
+them: they are thereby those of verified tokens, whatever it had guessed there before. It then runs
+over the last true row of each request alone, and on from there, a token at a time, feeding on its
+own guesses. Those rows are overwritten by the next step, so a rejected guess leaves nothing behind.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,26 +41,31 @@ class MtpDrafter:
         """
         following = list(chain.from_iterable(map(_following, sequences, outputs)))
         next_ids_T = to_tensor(following, self._model.device)
-        hidden_TD = self._guess(next_ids_T, hidden_TD, plan)
-        rows, lengths, live = [], [], []
+        self._model.write_guess_rows(next_ids_T, hidden_TD, plan, self._backend, self._storage)
+        rows, positions, live = [], [], []
         for end, sequence, output in zip(_ends(sequences), sequences, outputs, strict=True):
             if sequence.num_to_draft and output.token_ids:
                 num_stale = len(sequence.draft_ids) + 1 - len(output.token_ids)
                 rows.append(end - num_stale - 1)
-                lengths.append(sequence.context_len + len(sequence.token_ids) - num_stale)
+                positions.append(sequence.context_len + len(sequence.token_ids) - num_stale - 1)
                 live.append((sequence, output))
         if live:
             hidden_ND = hidden_TD[to_tensor(rows, self._model.device)]
-            self._continue(hidden_ND, lengths, live)
+            self._guess(hidden_ND, positions, live)
 
-    def _continue(
+    def _guess(
         self,
         hidden_ND: Tensor,
-        lengths: Sequence[int],
+        positions: Sequence[int],
         live: Sequence[tuple[SequenceInput, SequenceOutput]],
     ) -> None:
-        """Guess one token after the other; lengths: rows of each sequence that are in the cache."""
+        """Guess one token after the other; positions: those of each sequence's last true row."""
+        device = self._model.device
+        ids_N = to_tensor([output.token_ids[-1] for _, output in live], device)
         while True:
+            spans = [Span(n, 1, s.pages) for n, (s, _) in zip(positions, live, strict=True)]
+            plan = self._backend.plan(attention_batch(spans, 0, self._storage.page_size, device))
+            hidden_ND = self._model.guess(ids_N, hidden_ND, plan, self._backend, self._storage)
             ids_N = self._model.logits(hidden_ND).argmax(dim=-1)
             for (_, output), token_id in zip(live, ids_N.tolist(), strict=True):
                 output.draft_ids.append(token_id)
@@ -68,17 +73,9 @@ class MtpDrafter:
             if not going:
                 return
             if len(going) < len(live):
-                kept = to_tensor(going, self._model.device)
+                kept = to_tensor(going, device)
                 ids_N, hidden_ND = ids_N[kept], hidden_ND[kept]
-            live, lengths = [live[i] for i in going], [lengths[i] for i in going]
-            spans = [Span(n, 1, s.pages) for n, (s, _) in zip(lengths, live, strict=True)]
-            size, device = self._storage.page_size, self._model.device
-            plan = self._backend.plan(attention_batch(spans, 0, size, device))
-            hidden_ND = self._guess(ids_N, hidden_ND, plan)
-            lengths = [length + 1 for length in lengths]
-
-    def _guess(self, next_ids_T: Tensor, hidden_TD: Tensor, plan: Plan) -> Tensor:
-        return self._model.guess(next_ids_T, hidden_TD, plan, self._backend, self._storage)
+            live, positions = [live[i] for i in going], [positions[i] + 1 for i in going]
 
 
 def _following(sequence: SequenceInput, output: SequenceOutput) -> list[int]:

@@ -86,6 +86,10 @@ class Mla:
         heads_THV = self._attend(self._query(x_TD, down_TE, step), step)
         return self.out(heads_THV.flatten(1))
 
+    def write(self, x_TD: Tensor, step: Step) -> None:
+        """Only the cache rows of T tokens, for a layer whose output nobody reads."""
+        self._write_rows(self.down(x_TD), step)
+
     def _write_rows(self, down_TE: Tensor, step: Step) -> None:
         latent_end = self.latent_start + self.config.kv_lora_rank
         rope_end = latent_end + self.config.rope_dim

@@ -32,5 +32,13 @@ class MtpLayer:
         embedded_TD: the token after each row. hidden_TD: the row's hidden state after the model's
         final norm, or this layer's own result where the row was guessed itself.
         """
-        joined = torch.cat((self.token_norm(embedded_TD), self.hidden_norm(hidden_TD)), dim=-1)
-        return self.norm(self.layer(self.join(joined), step))
+        return self.norm(self.layer(self._joined(embedded_TD, hidden_TD), step))
+
+    def write(self, embedded_TD: Tensor, hidden_TD: Tensor, step: Step) -> None:
+        """Only the layer's rows in the cache; arguments as for a call."""
+        x_TD = self._joined(embedded_TD, hidden_TD)
+        self.layer.attention.write(self.layer.attention_norm(x_TD), step)
+
+    def _joined(self, embedded_TD: Tensor, hidden_TD: Tensor) -> Tensor:
+        normed = self.token_norm(embedded_TD), self.hidden_norm(hidden_TD)
+        return self.join(torch.cat(normed, dim=-1))
