@@ -137,6 +137,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_free_pages: int = 0
     num_cached_pages: int = 0
     num_steps: int = 0
+    step_seconds: float = 0.0  # that steps took to compute, all together
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     num_preemptions: int = 0

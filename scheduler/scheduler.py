@@ -122,6 +122,7 @@ class Scheduler:
 
     def observe(self, step: Step, seconds: float) -> None:
         """Learn how long a step took."""
+        self.counters.step_seconds += seconds
         self._speculation.observe(step, seconds)
 
     def flush_cache(self) -> bool:

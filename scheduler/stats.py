@@ -16,9 +16,11 @@ class Counters:
     num_generation_tokens: tokens that were sampled and sent.
     num_prefix_queries, num_prefix_hits: prompt tokens of requests that looked into the prefix cache
         when they first ran, and those that they found there.
+    step_seconds: time that steps took to compute; a step that failed is not among them.
     """
 
     num_steps: int = 0
+    step_seconds: float = 0.0
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     num_preemptions: int = 0
@@ -37,6 +39,7 @@ def engine_stats(
         num_free_pages=cache.num_available,
         num_cached_pages=len(cache.prefix),
         num_steps=counters.num_steps,
+        step_seconds=counters.step_seconds,
         num_prompt_tokens=counters.num_prompt_tokens,
         num_generation_tokens=counters.num_generation_tokens,
         num_preemptions=counters.num_preemptions,

@@ -17,6 +17,7 @@ from .generating_routes import generating_routes
 from .messages_api.errors import shaped_body
 from .messages_api.routes import messages_routes
 from .openapi import describe_api
+from .page import page_routes
 from .responses_api.routes import responses_routes
 from .service import Service
 from .session_routes import session_routes
@@ -37,6 +38,7 @@ def create_app(service: Service) -> ASGIApp:
     app.include_router(side_routes(service))
     if service.config.engine.cache.session_dir is not None:
         app.include_router(session_routes(service))
+    app.include_router(page_routes())
     description = describe_api(app)
 
     async def openapi() -> Response:

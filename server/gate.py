@@ -14,8 +14,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .errors import ApiError
 from .keys import Keyring
 from .messages_api.errors import shaped_body
+from .page import PAGE_FILES
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/version"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/version", *PAGE_FILES})
 CLIENT_GONE = 499
 # OpenAI's clients read the first, Anthropic's the second.
 _ID_HEADERS = (b"x-request-id", b"request-id")

@@ -39,6 +39,8 @@ class _EngineCollector(Collector):
         counters = (
             ("prompt_tokens", "Prompt tokens computed", now.num_prompt_tokens),
             ("generation_tokens", "Tokens generated", now.num_generation_tokens),
+            ("engine_steps", "Steps computed", now.num_steps),
+            ("engine_step_seconds", "Time that steps took to compute", now.step_seconds),
             ("num_preemptions", "Requests put back into the queue", now.num_preemptions),
             (
                 "prefix_cache_queries",

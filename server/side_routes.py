@@ -1,8 +1,12 @@
 """The routes beside generation: models, tokens, health, metrics and what the server is."""
 
 from importlib.metadata import version
+<<<<<<< HEAD
 from pathlib import Path
 from typing import Any, TypeVar
+=======
+from typing import Any
+>>>>>>> b47bd19 (A page to chat with the model and to watch the engine)
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -19,9 +23,12 @@ from .server_info import describe
 from .service import Service
 
 JSON = "application/json"
+<<<<<<< HEAD
 _Prompt = TypeVar("_Prompt", bound=PromptRequest)
 _PAGE = Path(__file__).with_name("static") / "index.html"
 _PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
+=======
+>>>>>>> b47bd19 (A page to chat with the model and to watch the engine)
 
 
 def side_routes(service: Service) -> APIRouter:
@@ -35,7 +42,6 @@ def side_routes(service: Service) -> APIRouter:
         (("/version",), _version, True),
         (("/metrics",), _Metrics(service).text, True),
         (("/server_info",), _Metrics(service).info, False),
-        (("/",), _page, False),
     ):
         for path in paths:
             router.add_api_route(path, handler, methods=["GET"], name=f"{path} get")
@@ -93,10 +99,6 @@ class _Health:
 
 async def _version() -> Response:
     return _answer({"version": version("minidsa")})
-
-
-async def _page() -> Response:
-    return Response(_PAGE.read_bytes(), media_type="text/html", headers=_PAGE_HEADERS)
 
 
 class _Metrics:

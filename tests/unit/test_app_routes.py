@@ -180,7 +180,7 @@ async def test_api_54_a_huge_n_is_refused_at_once():
 async def test_api_55_every_route_but_the_open_ones_needs_the_key():
     async with serving(config=server_config(api_key="secret-key")) as bed:
         posts = (CHAT, COMPLETIONS, "/chat/completions", "/tokenize", "/detokenize", "/abort")
-        gets = ("/v1/models", "/metrics", "/server_info", "/openapi.json", "/", "/nope", "/health/")
+        gets = ("/v1/models", "/metrics", "/server_info", "/openapi.json", "/nope", "/health/")
         for path in gets:
             response = await bed.client.get(path)
             error = error_of(response, 401)
@@ -350,14 +350,6 @@ async def test_openapi_names_bodies_and_errors():
         text = json.dumps(document)
         for name in document["components"]["schemas"]:
             assert text.count(name)
-
-
-async def test_the_page_says_what_runs_here():
-    async with serving() as bed:
-        response = await bed.client.get("/")
-        assert response.headers["content-type"].startswith("text/html")
-        assert "default-src 'none'" in response.headers["content-security-policy"]
-        assert "/v1/chat/completions" in response.text
 
 
 async def test_paths_without_v1_are_aliases():
