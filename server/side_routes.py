@@ -1,12 +1,7 @@
 """The routes beside generation: models, tokens, health, metrics and what the server is."""
 
 from importlib.metadata import version
-<<<<<<< HEAD
-from pathlib import Path
 from typing import Any, TypeVar
-=======
-from typing import Any
->>>>>>> b47bd19 (A page to chat with the model and to watch the engine)
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -23,12 +18,7 @@ from .server_info import describe
 from .service import Service
 
 JSON = "application/json"
-<<<<<<< HEAD
 _Prompt = TypeVar("_Prompt", bound=PromptRequest)
-_PAGE = Path(__file__).with_name("static") / "index.html"
-_PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
-=======
->>>>>>> b47bd19 (A page to chat with the model and to watch the engine)
 
 
 def side_routes(service: Service) -> APIRouter:
