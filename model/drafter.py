@@ -1,9 +1,12 @@
 """Proposes the tokens that the next step will verify, with the model's own MTP layer.
 
-First the layer writes its cache rows of the whole step, now that it is known what follows each of
-them: they are thereby those of verified tokens, whatever it had guessed there before. It then runs
-over the last true row of each request alone, and on from there, a token at a time, feeding on its
-own guesses. Those rows are overwritten by the next step, so a rejected guess leaves nothing behind.
+First the layer runs over all rows of the step, now that it is known what follows each of them: its
+rows in the cache are thereby those of verified tokens, whatever it had guessed there before. From
+the last true row it then goes on alone, a token at a time, feeding on its own guesses. Those rows
+are overwritten by the next step, so a rejected guess leaves nothing behind.
+
+Of a step with prompt chunks only the last row of each request needs the layer's result. There the
+cache rows are all that is written at first; in a step of decodes a second plan would cost more.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,6 +19,8 @@ from ..kv_cache.storage import CacheStorage
 from .deepseek import DeepseekModel
 from .inputs import Span, attention_batch, to_tensor
 from .sequence import SequenceInput, SequenceOutput
+
+Live = Sequence[tuple[SequenceInput, SequenceOutput]]
 
 
 class MtpDrafter:
@@ -41,7 +46,12 @@ class MtpDrafter:
         """
         following = list(chain.from_iterable(map(_following, sequences, outputs)))
         next_ids_T = to_tensor(following, self._model.device)
-        self._model.write_guess_rows(next_ids_T, hidden_TD, plan, self._backend, self._storage)
+        chunks = plan.batch.num_extends > 0
+        context = plan, self._backend, self._storage
+        if chunks:
+            self._model.write_guess_rows(next_ids_T, hidden_TD, *context)
+        else:
+            hidden_TD = self._model.guess(next_ids_T, hidden_TD, *context)
         rows, positions, live = [], [], []
         for end, sequence, output in zip(_ends(sequences), sequences, outputs, strict=True):
             if sequence.num_to_draft and output.token_ids:
@@ -51,21 +61,15 @@ class MtpDrafter:
                 live.append((sequence, output))
         if live:
             hidden_ND = hidden_TD[to_tensor(rows, self._model.device)]
-            self._guess(hidden_ND, positions, live)
+            if chunks:
+                last_ids = [output.token_ids[-1] for _, output in live]
+                ids_N = to_tensor(last_ids, self._model.device)
+                hidden_ND = self._guess(ids_N, hidden_ND, positions, live)
+            self._continue(hidden_ND, positions, live)
 
-    def _guess(
-        self,
-        hidden_ND: Tensor,
-        positions: Sequence[int],
-        live: Sequence[tuple[SequenceInput, SequenceOutput]],
-    ) -> None:
-        """Guess one token after the other; positions: those of each sequence's last true row."""
-        device = self._model.device
-        ids_N = to_tensor([output.token_ids[-1] for _, output in live], device)
+    def _continue(self, hidden_ND: Tensor, positions: Sequence[int], live: Live) -> None:
+        """One token after the other; positions: the rows that hidden_ND are the results of."""
         while True:
-            spans = [Span(n, 1, s.pages) for n, (s, _) in zip(positions, live, strict=True)]
-            plan = self._backend.plan(attention_batch(spans, 0, self._storage.page_size, device))
-            hidden_ND = self._model.guess(ids_N, hidden_ND, plan, self._backend, self._storage)
             ids_N = self._model.logits(hidden_ND).argmax(dim=-1)
             for (_, output), token_id in zip(live, ids_N.tolist(), strict=True):
                 output.draft_ids.append(token_id)
@@ -73,9 +77,19 @@ class MtpDrafter:
             if not going:
                 return
             if len(going) < len(live):
-                kept = to_tensor(going, device)
+                kept = to_tensor(going, self._model.device)
                 ids_N, hidden_ND = ids_N[kept], hidden_ND[kept]
             live, positions = [live[i] for i in going], [positions[i] + 1 for i in going]
+            hidden_ND = self._guess(ids_N, hidden_ND, positions, live)
+
+    def _guess(
+        self, ids_N: Tensor, hidden_ND: Tensor, positions: Sequence[int], live: Live
+    ) -> Tensor:
+        """The layer's results at one position of each sequence; ids_N: the tokens behind them."""
+        spans = [Span(n, 1, s.pages) for n, (s, _) in zip(positions, live, strict=True)]
+        batch = attention_batch(spans, 0, self._storage.page_size, self._model.device)
+        plan = self._backend.plan(batch)
+        return self._model.guess(ids_N, hidden_ND, plan, self._backend, self._storage)
 
 
 def _following(sequence: SequenceInput, output: SequenceOutput) -> list[int]:
