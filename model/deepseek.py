@@ -104,7 +104,7 @@ class DeepseekModel:
         backend: AttentionBackend,
         storage: CacheStorage,
     ) -> None:
-        """Write the rows that `guess` would, without guessing: a fifth of its work or less."""
+        """Write the rows that `guess` would, without its results."""
         step = self._step(plan, backend, storage)
         self._mtp().write(self.embedding(next_ids_T), hidden_TD, step)
 
