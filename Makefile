@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: serve test test-unit test-deep sweep soak planted clients check format dev bench train \
+.PHONY: serve test test-unit test-deep sweep soak planted clients page check format dev bench train \
 	train-drafts train-smoke clean
 
 serve: $(VENV)/.installed
@@ -38,6 +38,10 @@ planted: dev
 # Public clients against a served tiny-dsa, each in an environment of its own under build/clients.
 clients: dev
 	$(BIN)/python tests/clients/run.py $(ARGS)
+
+# The chat page in headless Chromium (Debian: apt-get install chromium); leaves pictures in /tmp.
+page: dev
+	$(BIN)/python tests/page/browser.py $(ARGS)
 
 check: dev
 	$(BIN)/ruff format --check .

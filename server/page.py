@@ -21,7 +21,7 @@ PAGE_FILES = MappingProxyType(
     }
 )
 """File and media type by path."""
-# A model writes what it likes; whatever of it reached the page as markup could load and run nothing.
+# A model writes what it likes; were its text ever taken for markup, it could load and run nothing.
 _HEADERS = MappingProxyType(
     {
         "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
