@@ -2,6 +2,8 @@
 
     minidsa serve [MODEL] [flags]          serve a checkpoint, the embedded one by default
     minidsa plan [MODEL] [flags]           say what memory that would take; needs config.json alone
+    minidsa chat [--url URL]               talk to a running server in the terminal
+    minidsa bench [--url URL] [flags]      load a running server and time its answers
     minidsa make-checkpoint DIR            write a small random checkpoint
     minidsa version
 
@@ -27,6 +29,14 @@ from ..configs.resolve import validate
 from ..configs.server import ServerConfig
 from ..configs.setting_error import SettingError
 from ..scheduler.process import make_checkpoint, plan_start
+from .client_commands import (
+    BENCH_FLAGS,
+    CHAT_FLAGS,
+    add_bench_flags,
+    add_chat_flags,
+    run_bench,
+    run_chat,
+)
 from .engine_client import StartFailed
 from .flags import (
     PLAN_FLAGS,
@@ -38,6 +48,7 @@ from .flags import (
     read_settings,
     refuse_unknown,
 )
+from .http_client import CallFailed
 from .serving import Serving
 
 EMBEDDED = Path(__file__).parents[1] / "checkpoints" / "tiny-dsa"
@@ -45,6 +56,8 @@ RANDOM_SEED = 0
 KNOWN_FLAGS = (
     ("serve", SERVE_FLAGS),
     ("plan", (*PLAN_FLAGS, *SERVE_FLAGS)),
+    ("chat", CHAT_FLAGS),
+    ("bench", BENCH_FLAGS),
     ("make-checkpoint", ("--seed",)),
 )
 
@@ -59,6 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except StartFailed as error:
         print(f"minidsa: {_line(error)}", file=sys.stderr)
         sys.exit(2 if error.is_setting else 1)
+    except CallFailed as error:
+        print(f"minidsa: {_line(error)}", file=sys.stderr)
+        sys.exit(1)
 
 
 def _line(error: Exception) -> str:
@@ -77,6 +93,8 @@ def _run(arguments: list[str]) -> int:
     refuse_unknown(unknown, dict(KNOWN_FLAGS)[parsed.command])
     if parsed.command == "make-checkpoint":
         return _make_checkpoint(Path(parsed.directory), parsed.seed)
+    if parsed.command in ("chat", "bench"):
+        return run_chat(parsed) if parsed.command == "chat" else run_bench(parsed)
     config = _with_checkpoint(read_settings(parsed))
     return _serve(config) if parsed.command == "serve" else _plan(config, parsed.gpu, parsed.tp)
 
@@ -94,6 +112,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("model", nargs="?", help="folder with a config.json; no weights are needed")
     add_plan_flags(plan)
     add_flags(plan)
+    add_chat_flags(commands.add_parser("chat", help="talk to a running server", allow_abbrev=False))
+    add_bench_flags(commands.add_parser("bench", help="load a running server", allow_abbrev=False))
     make = commands.add_parser(
         "make-checkpoint", help="write a small random checkpoint", allow_abbrev=False
     )

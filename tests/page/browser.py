@@ -89,8 +89,10 @@ def watch(page: Page, pictures: Path) -> None:
     page.until("!document.getElementById('engine').hidden")
     # Three readings while something is computed.
     page.run("""window.asked = fetch('v1/completions', {method: 'POST', headers: {
-        'Content-Type': 'application/json', Authorization: 'Bearer ' + sessionStorage.getItem('minidsa-key')},
-        body: JSON.stringify({prompt: 'a', max_tokens: 300, ignore_eos: true})}).then(r => r.status); 0""")
+        'Content-Type': 'application/json',
+        Authorization: 'Bearer ' + sessionStorage.getItem('minidsa-key')},
+        body: JSON.stringify({prompt: 'a', max_tokens: 300, ignore_eos: true})
+    }).then(response => response.status); 0""")
     page.until("document.querySelectorAll('polyline').length >= 8")
     page.until("document.querySelector('polyline').getAttribute('points').split(' ').length >= 4")
     assert page.run("window.asked") == 200

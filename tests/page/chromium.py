@@ -54,9 +54,9 @@ class Page:
 
     def press(self, key: str, code: int, text: str = "") -> None:
         """One key, as a keyboard sends it to what has the focus."""
-        for kind in ("keyDown", "keyUp"):
-            self._call("Input.dispatchKeyEvent", type=kind, key=key, code=key,
-                       windowsVirtualKeyCode=code, text=text if kind == "keyDown" else "")  # fmt: skip
+        event = {"key": key, "code": key, "windowsVirtualKeyCode": code}
+        self._call("Input.dispatchKeyEvent", type="keyDown", text=text, **event)
+        self._call("Input.dispatchKeyEvent", type="keyUp", **event)
 
     def write(self, text: str) -> None:
         self._call("Input.insertText", text=text)

@@ -1,0 +1,90 @@
+"""The flags of the commands that talk to a running server, `chat` and `bench`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .bench_command import Load, bench
+from .chat_command import Terminal, chat
+from .flags import UsageError
+from .http_client import ServerAddress
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+_SAMPLING = (("--temperature", float), ("--top-p", float), ("--seed", int), ("--max-tokens", int))
+CHAT_FLAGS = ("--url", "--system", "--thinking", *(name for name, _ in _SAMPLING))
+_LOAD = (
+    ("--num-requests", int, "requests of the whole run"),
+    ("--concurrency", int, "requests at once, in a closed loop"),
+    ("--rate", float, "arrivals a second, in an open loop instead"),
+    ("--prompt-words", int, "words of a prompt"),
+    ("--max-tokens", int, "tokens of an answer"),
+    ("--seed", int, "of the prompts and the arrivals"),
+    ("--ttft-limit", float, "seconds to the first token that count as good"),
+    ("--tpot-limit", float, "seconds a token that count as good"),
+)
+BENCH_FLAGS = ("--url", "--output", *(name for name, _, _ in _LOAD))
+
+
+def add_chat_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"the server [{DEFAULT_URL}]")
+    parser.add_argument("--system", help="the system message")
+    parser.add_argument("--thinking", action="store_true", help="let the model think first")
+    for name, kind in _SAMPLING:
+        parser.add_argument(name, type=kind, help="as in a request")
+
+
+def add_bench_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"the server [{DEFAULT_URL}]")
+    parser.add_argument("--output", type=Path, help="a file for the report, as JSON")
+    for name, kind, text in _LOAD:
+        default = vars(Load())[_field(name)]
+        parser.add_argument(name, type=kind, default=default, help=f"{text} [{default}]")
+
+
+def _field(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def run_chat(parsed: argparse.Namespace) -> int:
+    """Talk until the input ends; raises CallFailed where there is no server."""
+    given = {_field(name): vars(parsed)[_field(name)] for name, _ in _SAMPLING}
+    fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    fields["chat_template_kwargs"] = {"thinking": parsed.thinking}
+    terminal = Terminal(_write, sys.stdout.isatty())
+    return chat(_address(parsed), fields, parsed.system, _lines(), terminal)
+
+
+def _lines() -> Iterator[str]:
+    while True:
+        try:
+            yield input("> " if sys.stdin.isatty() else "")
+        except (EOFError, KeyboardInterrupt):
+            return
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def run_bench(parsed: argparse.Namespace) -> int:
+    """Run the load; 1 where a request failed. Raises CallFailed, UsageError."""
+    load = Load(**{_field(name): vars(parsed)[_field(name)] for name, _, _ in _LOAD})
+    for name, _, _ in _LOAD:
+        value = vars(load)[_field(name)]
+        if name != "--seed" and value is not None and not value > 0:
+            raise UsageError(f"{name} is {value}; it must be positive")
+    report = bench(_address(parsed), load, lambda line: _write(f"{line}\n"))
+    if parsed.output is not None:
+        try:
+            parsed.output.write_text(json.dumps(report, indent=2) + "\n")
+        except OSError as error:
+            raise UsageError(f"--output {parsed.output}: {error.strerror}") from None
+    return 1 if report["failed"] else 0
+
+
+def _address(parsed: argparse.Namespace) -> ServerAddress:
+    return ServerAddress(parsed.url.rstrip("/"))

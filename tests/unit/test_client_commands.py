@@ -1,0 +1,162 @@
+"""`minidsa chat` and `minidsa bench` against a small server that answers by script."""
+
+import json
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from minidsa.server.bench_command import Load, Timing, bench, summary
+from minidsa.server.chat_command import Terminal, chat
+from minidsa.server.cli import main
+from minidsa.server.http_client import CallFailed, ServerAddress
+
+Reply = Callable[[dict[str, Any]], tuple[int, bytes]]
+USAGE = {"prompt_tokens": 3, "completion_tokens": 4}
+
+
+def stream_of(*events: dict[str, Any], done: bool = True) -> bytes:
+    lines = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
+    # Comment lines are for proxies; a client passes over them.
+    return b": still here\n\n" + lines + (b"data: [DONE]\n\n" if done else b"")
+
+
+@contextmanager
+def answering(reply: Reply) -> Iterator[tuple[ServerAddress, list[dict[str, Any]]]]:
+    """A server whose POSTs are answered by `reply`; also the bodies that it got."""
+    seen: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._send(200, json.dumps({"data": [{"id": "small"}]}).encode())
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            seen.append(body | {"authorization": self.headers["authorization"]})
+            self._send(*reply(body))
+
+        def _send(self, status: int, body: bytes) -> None:
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing: stderr is for failures."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield ServerAddress(f"http://127.0.0.1:{server.server_port}", "key"), seen
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def spoken(text: str, thought: str = "") -> bytes:
+    deltas = [{"reasoning_content": thought}, {"content": text}]
+    events = [{"choices": [{"delta": delta}]} for delta in deltas]
+    return stream_of(*events, {"choices": [], "usage": USAGE})
+
+
+def talk(address: ServerAddress, *lines: str, system: str | None = None) -> str:
+    shown: list[str] = []
+    assert chat(address, {"temperature": 0}, system, lines, Terminal(shown.append)) == 0
+    return "".join(shown)
+
+
+def test_chat_remembers_its_turns_and_forgets_on_new():
+    with answering(lambda body: (200, spoken("yes", "hm"))) as (address, seen):
+        shown = talk(address, "one", "", "two", "/new", "three", system="be short")
+    contents = [[message["content"] for message in body["messages"]] for body in seen]
+    assert contents == [
+        ["be short", "one"], ["be short", "one", "yes", "two"], ["be short", "three"],
+    ]  # fmt: skip
+    assert all(body["authorization"] == "Bearer key" and body["temperature"] == 0 for body in seen)
+    assert "hm\nyes" in shown and "3 + 4 tokens" in shown
+
+
+def test_chat_shows_an_error_and_goes_on():
+    failure = json.dumps({"error": {"message": "too long"}}).encode()
+    broken = stream_of({"error": {"message": "the engine is gone"}})
+    replies = iter([(400, failure), (200, broken), (200, spoken("yes"))])
+    with answering(lambda body: next(replies)) as (address, seen):
+        shown = talk(address, "one", "two", "three")
+    assert "HTTP 400: too long" in shown and "the engine is gone" in shown and "yes" in shown
+    assert [len(body["messages"]) for body in seen] == [1, 1, 1]
+
+
+def test_chat_keeps_control_characters_from_the_terminal():
+    with answering(lambda body: (200, spoken("a\x1b[2Jb\x9bc"))) as (address, _):
+        shown = talk(address, "one")
+    assert "a[2Jbc" in shown and "\x1b" not in shown
+
+
+def test_a_stream_without_its_end_is_a_failure():
+    cut = stream_of({"choices": []}, done=False)
+    with (
+        answering(lambda body: (200, cut)) as (address, _),
+        pytest.raises(CallFailed, match="DONE"),
+    ):
+        list(address.stream("/v1/completions", {}))
+
+
+def completion(body: dict[str, Any]) -> tuple[int, bytes]:
+    events = [{"choices": [{"text": "x"}]} for _ in range(4)]
+    return 200, stream_of(*events, {"choices": [], "usage": USAGE})
+
+
+@pytest.mark.parametrize("rate", [None, 500.0])
+def test_bench_times_every_request(rate):
+    with answering(completion) as (address, seen):
+        report = bench(address, Load(num_requests=6, concurrency=2, rate=rate), lambda line: None)
+    assert (report["completed"], report["failed"], len(seen)) == (6, 0, 6)
+    assert report["tokens_per_second"] == pytest.approx(24 / report["seconds"])
+    assert all(
+        value >= 0 for values in report["milliseconds"].values() for value in values.values()
+    )
+    assert len({body["prompt"] for body in seen}) == 6
+
+
+def test_bench_counts_failures_and_refuses_a_run_of_nothing_else():
+    count = iter(range(100))
+    sometimes = [(500, b"oops"), None]
+    with answering(lambda body: sometimes[next(count) % 2] or completion(body)) as (address, _):
+        report = bench(address, Load(num_requests=4, concurrency=1), lambda line: None)
+    assert (report["completed"], report["failed"]) == (2, 2)
+    assert report["errors"] == ["HTTP 500: oops"]
+    with answering(lambda body: (500, b"oops")) as (address, _), pytest.raises(CallFailed):
+        bench(address, Load(num_requests=2), lambda line: None)
+
+
+def test_percentiles_are_times_that_were_measured_and_goodput_needs_both_limits():
+    timings = [Timing(ttft=i / 10, e2e=i / 10 + 0.9, num_tokens=10) for i in range(1, 11)]
+    timings += [Timing(ttft=0.1, e2e=99.0, num_tokens=10), Timing(error="gone")]
+    report = summary(timings, 2.0, Load(ttft_limit=0.5, tpot_limit=0.2))
+    assert report["milliseconds"]["ttft"] == pytest.approx({"p50": 500, "p90": 900, "p99": 1000})
+    assert report["goodput_per_second"] == 2.5
+    assert report["milliseconds"]["itl"]["p50"] is None
+    assert math.isclose(report["requests_per_second"], 5.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "word"),
+    [
+        (("chat", "--url", "http://127.0.0.1:1"), 1, "refused"),
+        (("bench", "--url", "nowhere"), 1, "no address"),
+        (("bench", "--url", "http://127.0.0.1:x"), 1, "no address"),
+        (("bench", "--rate", "-1"), 2, "--rate"),
+        (("bench", "--num-request", "3"), 2, "--num-requests"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, code, word, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    error = capsys.readouterr().err
+    assert left.value.code == code and word in error and error.count("\n") == 1
