@@ -47,6 +47,8 @@ class ServerConfig:
     """Origins of web pages that may use the API from a browser, separated by commas; * for all."""
     allow_unknown_fields: bool = False
     """Drop fields of requests that are not known instead of refusing them by name."""
+    sse_keep_alive_interval: float = 0.0
+    """Silence of a stream, in seconds, after which a comment line is sent; 0: never."""
     drain_seconds: float = 30.0
     """Time that open requests get to finish after SIGTERM."""
     heartbeat_seconds: float = 10.0

@@ -31,6 +31,11 @@ GROUPS = (
                 "the folder's name",
             ),
             Flag("--api-key", "api_key", "key that requests must carry", KEY_VARIABLE),
+            Flag(
+                "--allow-unknown-fields",
+                "allow_unknown_fields",
+                "drop fields of requests that are not known",
+            ),
             Flag("--drain-seconds", "drain_seconds", "time for open requests to finish at the end"),
         ),
     ),

@@ -66,7 +66,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for title, flags in GROUPS:
         group = parser.add_argument_group(title)
         for flag in flags:
-            _, default = _setting(flag.target)
+            kind, default = _setting(flag.target)
+            if kind is bool:
+                # A switch: what follows it may be the checkpoint.
+                group.add_argument(
+                    flag.name, action="store_const", const="true", dest=flag.target, help=flag.help
+                )
+                continue
             group.add_argument(
                 flag.name,
                 action=_Once,
@@ -254,4 +260,7 @@ def _checked(config: ServerConfig) -> ServerConfig:
             raise UsageError(f"{name} is {value}; it must be positive")
     if not 0 <= config.drain_seconds < float("inf"):
         raise UsageError(f"drain_seconds is {config.drain_seconds}; it must not be negative")
+    if not 0 <= config.sse_keep_alive_interval < float("inf"):
+        interval = config.sse_keep_alive_interval
+        raise UsageError(f"sse_keep_alive_interval is {interval}; it must not be negative")
     return config

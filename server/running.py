@@ -58,7 +58,11 @@ async def run_plan(service: Service, request: Request, plan: Plan, stream: bool)
     plan = dataclasses.replace(plan, handling=handling)
     generation = service.launch(plan)
     if stream:
-        return EventStream(streamed_answer(generation), lambda: service.land(generation))
+        return EventStream(
+            streamed_answer(generation),
+            lambda: service.land(generation),
+            service.config.sse_keep_alive_interval,
+        )
     try:
         answer = await while_connected(request.receive, whole_answer(generation))
     finally:

@@ -13,6 +13,8 @@ HEADERS = (
     (b"x-accel-buffering", b"no"),
 )
 
+KEEP_ALIVE = b": keep-alive\n\n"
+
 _Result = TypeVar("_Result")
 
 
@@ -44,12 +46,19 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends pieces as they come; `close` runs once, however the stream ends."""
+    """Sends pieces as they come; `close` runs once, however the stream ends.
 
-    def __init__(self, pieces: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+    interval: seconds of silence after which a comment is sent, for proxies that cut what is silent.
+    0: never, since some clients read every line as JSON.
+    """
+
+    def __init__(
+        self, pieces: AsyncIterator[bytes], close: Callable[[], None], interval: float
+    ) -> None:
         super().__init__(status_code=200)
         self._pieces = pieces
         self._close = close
+        self._interval = interval
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -61,7 +70,23 @@ class EventStream(Response):
 
     async def _send_all(self, send: Callable[[Any], Awaitable[None]]) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
-        async for piece in self._pieces:
+        pieces = self._pieces if not self._interval else _kept_alive(self._pieces, self._interval)
+        async for piece in pieces:
             if piece:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _kept_alive(pieces: AsyncIterator[bytes], interval: float) -> AsyncIterator[bytes]:
+    """The pieces, and a comment whenever none came for `interval` seconds."""
+    while True:
+        coming = asyncio.ensure_future(anext(pieces, None))
+        try:
+            while not (await asyncio.wait((coming,), timeout=interval))[0]:
+                yield KEEP_ALIVE
+            piece = coming.result()
+        finally:
+            coming.cancel()
+        if piece is None:
+            return
+        yield piece

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "e2e")]
 
-from server_process import SMALL, ServerProcess  # noqa: E402
+from server_process import SMALL, ServerProcess  # noqa: E402  # pyright: ignore
 
 from page.chromium import Page, chromium  # noqa: E402  (the two lines above find them)
 

@@ -219,3 +219,14 @@ def test_version(capsys):
         code, out, _ = run(capsys, *arguments)
         assert code == 0
         assert out.startswith("minidsa ")
+
+
+def test_a_switch_takes_no_value():
+    config = settings("--allow-unknown-fields", "folder")
+    assert config.allow_unknown_fields and config.engine.model == "folder"
+    assert not settings("folder").allow_unknown_fields
+
+
+def test_a_negative_keep_alive_interval_is_refused():
+    with pytest.raises(UsageError, match="sse_keep_alive_interval is -1"):
+        settings("--set", "sse_keep_alive_interval=-1")
