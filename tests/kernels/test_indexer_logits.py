@@ -19,6 +19,9 @@ from minidsa.attention.kernels.reference import paged_index_scores
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAN = float("nan")
+# Of sum_n |w_n| |q_n| |k|. Hopper's tensor cores add products of fp8 numbers with about 14 bits:
+# 1e-5 was seen, a head left out or a wrong scale is above 1e-3.
+FP8_ROUNDING = 2.0**-15
 # The interpreter multiplies the poison of a page's unused rows with numpy, which says so.
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")
 
@@ -69,6 +72,18 @@ class Bed:
             self.visible_T,
         )
 
+    def check_row(self, out_L: torch.Tensor, token: int, expected_L: torch.Tensor) -> None:
+        """Within the rounding of fp8 tensor cores on a GPU, of fp32 sums elsewhere."""
+        slack_L: torch.Tensor | float = 1e-3 + 1e-4 * expected_L.abs()
+        if DEVICE.type == "cuda" and self.q_TnD.dtype == FP8:
+            norms_n = self.q_TnD[token].float().norm(dim=-1)
+            keys_LD = self.pages.read(self.slots_BL[self.request[token], : len(out_L)])
+            slack_L = FP8_ROUNDING * (self.weights_Tn[token].abs() @ norms_n) * keys_LD.norm(dim=-1)
+        beyond_L = (out_L - expected_L).abs() - slack_L
+        assert bool((beyond_L <= 0).all()), (
+            f"token {token}: {float(beyond_L.max())} beyond rounding"
+        )
+
     def check(self, kernel=indexer_logits) -> None:
         """What is visible agrees; what is not keeps the poison that was there."""
         expected_TL = self.expected()
@@ -83,9 +98,9 @@ class Bed:
             self.visible_T,
             out_TL,
         )
-        for out_L, expected_L, seen in zip(out_TL, expected_TL, self.visible, strict=True):
-            assert out_L[seen:].isnan().all()
-            torch.testing.assert_close(out_L[:seen], expected_L[:seen], rtol=1e-4, atol=1e-3)
+        for token, seen in enumerate(self.visible):
+            assert out_TL[token, seen:].isnan().all()
+            self.check_row(out_TL[token, :seen], token, expected_TL[token, :seen])
 
 
 @pytest.mark.parametrize("heads", [16, 64])
@@ -186,4 +201,4 @@ def test_behind_two_billion_bytes_and_elements(kernel):
     kernel(q_TnD, weights_Tn, IndexPages(pages_NX, 64), table_BP, groups, visible_T, out_TL)
     for row, seen in enumerate(bed.visible):
         expected = bed.expected()[row, :seen]
-        torch.testing.assert_close(out_TL[row - 4, :seen], expected, rtol=1e-4, atol=1e-3)
+        bed.check_row(out_TL[row - 4, :seen], row, expected)
