@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .fp8_rows import IndexPages, PlainIndexPages
 from .indexer_logits import QueryGroups, group_size, indexer_logits, query_groups
+from .indexer_logits_hopper import indexer_logits_hopper, suits
 from .topk_triton import PagedSlots, select_top_k
 
 # Rows of scores begin at multiples of 256 bytes, so that they are read in full lines.
@@ -135,9 +136,9 @@ def select_keys(
         tokens = rows.stop - rows.start
         scores_TL = plan.workspace_X[: tokens * chunk.columns].view(tokens, chunk.columns)
         visible_T = plan.visible_T[rows]
-        indexer_logits(
-            q_TnD[rows], weights_Tn[rows], pages, table_BP, chunk.groups, visible_T, scores_TL
-        )
+        queries = q_TnD[rows]
+        score = indexer_logits_hopper if suits(queries, pages, chunk.groups) else indexer_logits
+        score(queries, weights_Tn[rows], pages, table_BP, chunk.groups, visible_T, scores_TL)
         slots = PagedSlots(table_BP, plan.request_T[rows], pages.page_size) if as_slots else None
         select_top_k(scores_TL, visible_T, out_TK.shape[1], slots=slots, out=out_TK[rows])
     return out_TK
