@@ -95,10 +95,15 @@ class AttentionBackend(Protocol):
     """One way to attend over the paged cache.
 
     slot_attention: the kernel it brings for sparse attention around it; None: it brings none.
+    replayable: the device work of a decode depends on the tensors of its plan alone, so that it can
+    be captured once and replayed whenever the plan was refreshed.
     """
 
     name: str
     page_size: int
+
+    @property
+    def replayable(self) -> bool: ...
 
     @property
     def slot_attention(self) -> SlotAttention | None: ...
@@ -108,6 +113,10 @@ class AttentionBackend(Protocol):
 
         Raises ValueError when `out` has other shapes than the batch needs.
         """
+        ...
+
+    def selects(self, longest: int) -> bool:
+        """Whether a plan selects in a part whose longest request has so many tokens."""
         ...
 
     def prefill(self, layer: MlaLayer, q: Query, plan: Plan) -> Tensor:

@@ -38,15 +38,14 @@ def _triton(storage: CacheStorage) -> AttentionBackend:
 # sparse attention around the one that is taken; "dsa" is "auto" for those who insist on that.
 BACKENDS: Mapping[str, Support] = MappingProxyType(
     {
+        "triton": Support(
+            _triton, ("cuda",), (torch.bfloat16, torch.float16), None, package="triton"
+        ),
         "torch": Support(
             TorchDenseBackend,
             ("cpu", "cuda"),
             (torch.float32, torch.bfloat16, torch.float16),
             None,
-        ),
-        # Behind torch until its kernels have been tested on a GPU.
-        "triton": Support(
-            _triton, ("cuda",), (torch.bfloat16, torch.float16), None, package="triton"
         ),
     }
 )

@@ -32,10 +32,12 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """Size and shape of the paged cache."""
+    """Size, shape and number format of the paged cache."""
 
     page_size: int | None = None
     """Tokens a page; 64 on CUDA, 16 on the CPU when not given."""
+    row_dtype: Literal["auto", "bfloat16", "fp8"] = "auto"
+    """Format of cached rows: that of the computation, or fp8 (656-byte rows, on a GPU)."""
     num_pages: int | None = None
     """Pages that can be handed out; sized from free memory when not given."""
     memory_fraction: float = 0.5

@@ -75,6 +75,7 @@ def resolve_run(config: EngineConfig, machine: Machine, checkpoint_dtype: str) -
     validate(config)
     notes: list[str] = []
     config = _resolve_device(config, machine, checkpoint_dtype, notes)
+    _check_rows(config)
     if config.cache.page_size is None:
         size = dict(PAGE_SIZES)[config.device]
         notes.append(f"page_size {size}: the usual size of a page on {config.device}")
@@ -170,6 +171,20 @@ def _resolve_device(
         threads, note = _choose_threads(device, machine.num_cores)
         notes.append(note)
     return dataclasses.replace(config, device=device, dtype=dtype, num_threads=threads)
+
+
+def _check_rows(config: EngineConfig) -> None:
+    """Raise SettingError for rows in a format that this device and dtype do not keep."""
+    rows = config.cache.row_dtype
+    if rows == "fp8" and config.device != "cuda":
+        raise SettingError(f"kv_cache_dtype fp8 needs device cuda; this one is {config.device}")
+    if rows == "fp8" and config.dtype == "float32":
+        raise SettingError("kv_cache_dtype fp8 needs dtype bfloat16 or float16, not float32")
+    if rows == "bfloat16" and config.dtype != "bfloat16":
+        raise SettingError(
+            f"kv_cache_dtype is bfloat16 and dtype {config.dtype}: rows are kept in the format of "
+            "the computation (auto) or in fp8"
+        )
 
 
 def _choose_dtype(device: str, checkpoint_dtype: str) -> tuple[Dtype, str]:

@@ -14,7 +14,8 @@ class CacheStorage:
     """Cached rows of all layers; `num_pages` counts page 0.
 
     latent_LSC: [layers, slots, latent_width]. index_k[layer]: [slots, index_width], or None where
-    the layer owns no indexer.
+    the layer owns no indexer. Rows in fp8 are bytes, [slots, latent_bytes] and [slots, index_bytes]
+    with all values of a page before all its scales. dtype: the model's, whatever rows are in.
     """
 
     def __init__(
@@ -30,11 +31,12 @@ class CacheStorage:
         self.num_pages = num_pages
         self.dtype = dtype
         slots = num_pages * page_size
-        self.latent_LSC = torch.zeros(
-            layout.num_layers, slots, layout.latent_width, dtype=dtype, device=device
-        )
+        latent, index = layout.latent_width, layout.index_width
+        if layout.is_fp8:
+            latent, index, dtype = layout.latent_bytes, layout.index_bytes, torch.uint8
+        self.latent_LSC = torch.zeros(layout.num_layers, slots, latent, dtype=dtype, device=device)
         self.index_k: list[Tensor | None] = [
-            torch.zeros(slots, layout.index_width, dtype=dtype, device=device) if owns else None
+            torch.zeros(slots, index, dtype=dtype, device=device) if owns else None
             for owns in layout.index_layers
         ]
 
@@ -43,29 +45,35 @@ class CacheStorage:
         return [self.latent_LSC, *(keys for keys in self.index_k if keys is not None)]
 
     def write_latent(self, layer: int, slots_T: Tensor, latent_TC: Tensor, rope_TR: Tensor) -> None:
-        """Store the latent and the rotated key of T tokens."""
+        """Store the latent and the rotated key of T tokens; not for rows in fp8."""
+        self._require_plain()
         width = latent_TC.shape[1]
         rows_SC = self.latent_LSC[layer]
         rows_SC[slots_T, :width] = latent_TC
         rows_SC[slots_T, width:] = rope_TR
 
     def write_index(self, layer: int, slots_T: Tensor, keys_TD: Tensor) -> None:
-        """Store the index keys of T tokens; the layer must own an indexer."""
+        """Store the index keys of T tokens; the layer must own an indexer. Not for rows in fp8."""
+        self._require_plain()
         self._index_k(layer)[slots_T] = keys_TD
 
     def latent_rows(self, layer: int, slots: Tensor | slice) -> Tensor:
-        """The latent rows in `slots`, [..., latent_width].
+        """The latent rows in `slots` as they are stored, [..., latent_width] or bytes.
 
         A slice gives a view; int64 slots of any shape a copy.
         """
         return _rows(self.latent_LSC[layer], slots)
 
     def index_rows(self, layer: int, slots: Tensor | slice) -> Tensor:
-        """The index keys in `slots`, [..., index_width]; as `latent_rows`.
+        """The index keys in `slots`, [..., index_width] or bytes of pages; as `latent_rows`.
 
         Raises ValueError where the layer owns no indexer.
         """
         return _rows(self._index_k(layer), slots)
+
+    def _require_plain(self) -> None:
+        if self.layout.is_fp8:
+            raise TypeError("rows in fp8 are written by `attention.cached_rows`")
 
     def _index_k(self, layer: int) -> Tensor:
         rows_SD = self.index_k[layer]

@@ -80,12 +80,17 @@ class ModelConfig:
         scale = (self.nope_dim + self.rope_dim) ** -0.5
         return scale * self.rope.yarn.softmax_scale if self.rope.yarn else scale
 
-    def cache_layout(self, *, with_mtp: bool = False) -> RowLayout:
-        """Widths of the rows a token leaves in the cache; the MTP layer's come last."""
+    def cache_layout(self, *, with_mtp: bool = False, is_fp8: bool = False) -> RowLayout:
+        """Widths of the rows a token leaves in the cache; the MTP layer's come last.
+
+        Raises ValueError where rows of these widths cannot be kept in fp8.
+        """
         return RowLayout(
             latent_width=self.kv_lora_rank + self.rope_dim,
             index_width=self.indexer.head_dim if self.indexer else 0,
             index_layers=(self.indexer is not None,) * (self.num_layers + with_mtp),
+            rope_width=self.rope_dim,
+            is_fp8=is_fp8,
         )
 
 

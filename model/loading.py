@@ -25,7 +25,7 @@ from .config import ModelConfig
 from .deepseek import DeepseekModel
 from .layers.fp8 import multiplies_fp8
 from .loader import CheckedCheckpoint, check_checkpoint, has_mtp_layer, load_weights
-from .memory_plan import MemoryPlan, plan_memory
+from .memory_plan import MemoryPlan, cache_layout, plan_memory
 from .runner import ModelRunner
 from .weight_sizes import total, weight_sizes
 
@@ -79,7 +79,7 @@ class CheckedStart:
             model.config.max_position_embeddings,
             memory.latent_bytes_per_token + memory.index_bytes_per_token,
             _free_bytes(device),
-            memory.activations + memory.logits,
+            memory.step_bytes,
         )
         notes = [*self.notes, *cache.notes]
         return _assemble(cache.config, model, self.choice, notes, self.checkpoint.mtp_layer)
@@ -129,7 +129,7 @@ def _assemble(
     mtp_layer: MtpLayerUse,
 ) -> LoadedEngine:
     size = total(weight_sizes(model.config, with_mtp=model.mtp is not None))
-    layout = model.config.cache_layout(with_mtp=model.mtp is not None)
+    layout = cache_layout(model.config, config, with_mtp=model.mtp is not None)
     indexer = model.config.indexer
     page_size, num_pages = _chosen(config.cache.page_size), _chosen(config.cache.num_pages)
     # One page more than can be handed out: page 0 is where padding writes.

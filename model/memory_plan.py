@@ -10,8 +10,9 @@ from ..configs.engine import EngineConfig
 from ..configs.quantities import shown_bytes, shown_count
 from ..configs.resolve import resolve_cache
 from ..configs.setting_error import SettingError
+from ..kv_cache.layout import RowLayout
 from .config import ModelConfig
-from .step_memory import activation_bytes, logits_bytes
+from .step_memory import activation_bytes, logits_bytes, workspace_bytes
 from .weight_sizes import packed_copies, total, weight_sizes
 
 ITEM_BYTES = (("float32", 4), ("bfloat16", 2), ("float16", 2))
@@ -38,7 +39,13 @@ class MemoryPlan:
     latent_bytes_per_token: int
     index_bytes_per_token: int
     activations: int
+    workspace: int
     logits: int
+
+    @property
+    def step_bytes(self) -> int:
+        """What a step takes of the memory that weights leave."""
+        return self.activations + self.workspace + self.logits
 
     @property
     def weight_bytes(self) -> int:
@@ -58,7 +65,7 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        return self.weight_bytes + self.cache_bytes + self.activations + self.logits
+        return self.weight_bytes + self.cache_bytes + self.step_bytes
 
     def lines(self) -> list[str]:
         """The plan for people."""
@@ -75,11 +82,20 @@ class MemoryPlan:
             f"{cache.num_pages} pages of {cache.page_size}; a token takes "
             f"{self.latent_bytes_per_token} bytes of latent rows and "
             f"{self.index_bytes_per_token} bytes of index rows",
-            f"  a step of {step} tokens: activations {shown_bytes(self.activations)}, "
-            f"logits {shown_bytes(self.logits)}; graphs none",
+            f"  a step of {step} tokens: activations {shown_bytes(self.activations)}, attention's "
+            f"workspace {shown_bytes(self.workspace)}, logits {shown_bytes(self.logits)}; "
+            "graphs none",
             f"  longest request {longest} tokens; {self.num_tokens // longest} of that length fit "
             f"at once, {config.scheduler.max_num_seqs} requests run at once",
         ]
+
+
+def cache_layout(model: ModelConfig, config: EngineConfig, *, with_mtp: bool) -> RowLayout:
+    """Rows in the format that is asked for; raises SettingError where they cannot have it."""
+    try:
+        return model.cache_layout(with_mtp=with_mtp, is_fp8=config.cache.row_dtype == "fp8")
+    except ValueError as error:
+        raise SettingError(f"kv_cache_dtype is {config.cache.row_dtype}: {error}") from None
 
 
 def plan_memory(
@@ -104,7 +120,7 @@ def plan_memory(
         )
     item, device = dict(ITEM_BYTES)[config.dtype], config.device
     weights = _weights(model, item, device, with_mtp=with_mtp, ranks=ranks, keeps_fp8=keeps_fp8)
-    layout = model.cache_layout(with_mtp=with_mtp)
+    layout = cache_layout(model, config, with_mtp=with_mtp)
     tokens = config.scheduler.max_num_batched_tokens or 1
     activations = activation_bytes(model, tokens, item, ranks)
     # Each draft of a request is verified in a row of its own.
@@ -112,17 +128,16 @@ def plan_memory(
     logits = logits_bytes(model, rows, item)
     token_bytes = layout.bytes_per_token(item)
     smallest_cache = 2 * (config.cache.page_size or 1) * token_bytes
-    weight_bytes, step = sum(weights.values()), activations + logits
+    workspace = workspace_bytes(model, device)
+    weight_bytes, step = sum(weights.values()), activations + workspace + logits
     left = free_bytes - weight_bytes
     if left < step + smallest_cache:
-        sizes = f"{shown_bytes(weight_bytes)} in {_format(config, keeps_fp8)}"
-        message = _shortfall(
-            config, left, (weight_bytes, sizes), (activations, logits), smallest_cache
-        )
+        weights_said = (weight_bytes, f"{shown_bytes(weight_bytes)} in {_format(config, keeps_fp8)}")
+        step_said = (activations, workspace + logits)
+        message = _shortfall(config, left, weights_said, step_said, smallest_cache)
         # Where weights and a cache fit, it is the step that was set too large.
         raise DoesNotFit(message) if left < 2 * smallest_cache else SettingError(message)
     cache = resolve_cache(config, model.max_position_embeddings, token_bytes, left, step)
-    index_bytes = sum(layout.index_layers) * layout.index_width * item
     sizes = weight_sizes(model, with_mtp=with_mtp)
     return MemoryPlan(
         config=cache.config,
@@ -131,9 +146,10 @@ def plan_memory(
         num_parameters=total(sizes).parameters,
         weights=weights,
         keeps_fp8=keeps_fp8,
-        latent_bytes_per_token=token_bytes - index_bytes,
-        index_bytes_per_token=index_bytes,
+        latent_bytes_per_token=layout.latent_bytes_per_token(item),
+        index_bytes_per_token=layout.index_bytes_per_token(item),
         activations=activations,
+        workspace=workspace,
         logits=logits,
     )
 
@@ -158,16 +174,16 @@ def _shortfall(
     config: EngineConfig, left: int, weights: tuple[int, str], step: tuple[int, int], cache: int
 ) -> str:
     """left: what the weights leave of the free memory. weights: their bytes, and how to say that.
-    step: activations and logits."""
-    tokens, (activations, logits) = config.scheduler.max_num_batched_tokens or 1, step
-    needed = weights[0] + activations + logits + cache
+    step: activations, and what else it takes however many tokens it has."""
+    tokens, (activations, rest) = config.scheduler.max_num_batched_tokens or 1, step
+    needed = weights[0] + activations + rest + cache
     advice = f"it takes a device with {shown_bytes(needed)} free"
-    fitting = tokens * (left - cache - logits) // activations
+    fitting = tokens * (left - cache - rest) // activations
     if fitting > 0:
         advice += f", or max_num_batched_tokens of about {fitting}"
     return (
         f"the model does not fit: weights take {weights[1]}, a step of "
-        f"{tokens} tokens {shown_bytes(activations + logits)} and the smallest cache "
+        f"{tokens} tokens {shown_bytes(activations + rest)} and the smallest cache "
         f"{shown_bytes(cache)}, but {shown_bytes(left + weights[0])} are free on {config.device}; "
         f"{advice}"
     )

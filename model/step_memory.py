@@ -1,15 +1,16 @@
 """What one step takes at its peak beside weights and cache, estimated from the configuration.
 
 Sums of the tensors that are alive together in the layer that needs most, per token of the step; the
-attention backends work in tiles of a few MiB beside that. Exact to some ten percent: it is there to
-leave room, and to refuse a step that could never be computed.
+attention backends work in tiles of a bounded size beside that. Exact to some ten percent: it is
+there to leave room, and to refuse a step that could never be computed.
 """
 
+from ..attention.workspace import EXPANDED_BYTES, SCORES_BYTES
 from .config import ModelConfig, MoeConfig
 from .sequence import PROMPT_ROWS_AT_ONCE
 
-# Tiles of attention and of the selection, at most so much each.
-WORKSPACE_BYTES = 16 << 20
+# Tiles of attention and of the selection together, at most; what kernels take on a GPU is more.
+TILE_BYTES = 16 << 20
 # A row is sampled in fp64: scaled, sorted, its order, probabilities, their sums, and fp32 logits.
 SAMPLER_BYTES = 64
 
@@ -24,7 +25,14 @@ def activation_bytes(config: ModelConfig, tokens: int, item_size: int, ranks: in
         largest = max(largest, (3 * config.intermediate_size // ranks + hidden) * item_size)
     if config.moe is not None:
         largest = max(largest, _experts(config.moe, hidden, item_size, ranks))
-    return tokens * (stream + largest) + WORKSPACE_BYTES
+    return tokens * (stream + largest)
+
+
+def workspace_bytes(config: ModelConfig, device: str) -> int:
+    """What attention works in, however long the step is."""
+    if device != "cuda":
+        return TILE_BYTES
+    return TILE_BYTES + EXPANDED_BYTES + (SCORES_BYTES if config.indexer else 0)
 
 
 def logits_bytes(config: ModelConfig, rows: int, item_size: int) -> int:

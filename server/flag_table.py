@@ -69,6 +69,11 @@ GROUPS = (
         "sizes",
         (
             Flag(
+                "--kv-cache-dtype",
+                "engine.cache.row_dtype",
+                "format of cached rows; auto is that of the computation",
+            ),
+            Flag(
                 "--max-model-len",
                 "engine.max_model_len",
                 "longest prompt plus output, in tokens",

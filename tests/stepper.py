@@ -13,19 +13,15 @@ from minidsa.kv_cache.storage import CacheStorage
 from minidsa.model.deepseek import DeepseekModel
 
 
-def new_storage(model: DeepseekModel, num_pages: int, page_size: int) -> CacheStorage:
+def new_storage(
+    model: DeepseekModel, num_pages: int, page_size: int, *, is_fp8: bool = False
+) -> CacheStorage:
     """Cache memory filled with NaN, so that reading a row nobody wrote shows."""
-    storage = CacheStorage(
-        model.config.cache_layout(with_mtp=model.mtp is not None),
-        num_pages,
-        page_size,
-        model.dtype,
-        model.device,
-    )
-    storage.latent_LSC.fill_(torch.nan)
-    for keys in storage.index_k:
-        if keys is not None:
-            keys.fill_(torch.nan)
+    layout = model.config.cache_layout(with_mtp=model.mtp is not None, is_fp8=is_fp8)
+    storage = CacheStorage(layout, num_pages, page_size, model.dtype, model.device)
+    for plane in storage.planes():
+        # These bits are NaN in every format that a row has a part in.
+        plane.fill_(0xFF if is_fp8 else torch.nan)
     return storage
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...kv_cache.storage import CacheStorage
 from ..base import MlaLayer, Plan, Query
+from ..cached_rows import latent_rows
 from ..kernels.reference import BLOCK, absorbed_query, latent_attention, unabsorb
 from ..metadata import AttentionBatch, Part
 from ..slots import RequestSlots
@@ -80,6 +81,7 @@ class TorchDenseBackend:
 
     name = "torch"
     slot_attention = None
+    replayable = False
 
     def __init__(self, storage: CacheStorage, *, workspace_bytes: int = WORKSPACE_BYTES) -> None:
         self.storage = storage
@@ -96,6 +98,9 @@ class TorchDenseBackend:
         plan = _own(out)
         plan.refresh(batch)
         return plan
+
+    def selects(self, longest: int) -> bool:
+        return False
 
     def prefill(self, layer: MlaLayer, q: Query, plan: Plan) -> Tensor:
         return self._attend(layer, q, _own(plan).extends)
@@ -122,7 +127,7 @@ class TorchDenseBackend:
     def _attend_tile(self, layer: MlaLayer, q_THX: Tensor, tile: Tile) -> Tensor:
         """Attended latents [G * w, H, C] of a tile's queries."""
         heads, _, latent_width = layer.w_uk_HNC.shape
-        [rows_GLX] = tile.read(lambda slots: self.storage.latent_rows(layer.index, slots))
+        [rows_GLX] = tile.read(lambda slots: latent_rows(self.storage, layer.index, slots))
         hidden = tile.hidden_TX
         if hidden is not None:
             hidden = hidden.view(tile.num_requests, tile.width, -1)

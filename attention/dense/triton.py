@@ -12,16 +12,14 @@ from torch import Tensor
 
 from ...kv_cache.storage import CacheStorage
 from ..base import MlaLayer, Plan, Query
+from ..cached_rows import latent_rows
 from ..kernels.mla_decode import DecodeParts, decode_tiling, mla_decode
 from ..kernels.mla_prefill import ExpandedKeys, PrefillRound, mla_prefill, prefill_rounds
 from ..kernels.reference import absorbed_query, unabsorb
 from ..kernels.sparse_mla import sparse_mla
 from ..metadata import AttentionBatch
 from ..slots import RequestSlots
-
-# Expanded keys and values of a round. At 128 heads of 128 + 128 in bf16 these are 4096 keys:
-# enough that the kernel, and not the expansion, takes the time.
-WORKSPACE_BYTES = 256 << 20
+from ..workspace import EXPANDED_BYTES
 
 
 @dataclass
@@ -72,8 +70,9 @@ class TritonDenseBackend:
 
     name = "triton"
     slot_attention = staticmethod(sparse_mla)
+    replayable = True
 
-    def __init__(self, storage: CacheStorage, *, workspace_bytes: int = WORKSPACE_BYTES) -> None:
+    def __init__(self, storage: CacheStorage, *, workspace_bytes: int = EXPANDED_BYTES) -> None:
         self.storage = storage
         self.page_size = storage.page_size
         self.workspace_bytes = workspace_bytes
@@ -84,6 +83,9 @@ class TritonDenseBackend:
         plan = _own(out)
         plan.refresh(batch)
         return plan
+
+    def selects(self, longest: int) -> bool:
+        return False
 
     def decode(self, layer: MlaLayer, q: Query, plan: Plan) -> Tensor:
         plan = _own(plan)
@@ -116,7 +118,7 @@ class TritonDenseBackend:
         return out_THV.to(q.nope_THN.dtype)
 
     def _expand(self, layer: MlaLayer, slots_L: Tensor) -> ExpandedKeys:
-        rows_LX = self.storage.latent_rows(layer.index, slots_L)
+        rows_LX = latent_rows(self.storage, layer.index, slots_L)
         heads, _, latent_width = layer.w_uk_HNC.shape
         latent_HLC = rows_LX[:, :latent_width].expand(heads, -1, -1)
         return ExpandedKeys(

@@ -7,16 +7,22 @@ length of the whole request counts, not that of the chunk in hand.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+import torch
 from torch import Tensor
 
 from ...kv_cache.storage import CacheStorage
 from ..base import AttentionBackend, MlaLayer, Plan, Query, SlotAttention
+from ..cached_rows import latent_rows
 from ..kernels.reference import BLOCK, absorbed_query, latent_attention, unabsorb
 from ..kernels.topk import check_selection
 from ..metadata import AttentionBatch, Part
+from ..workspace import SCORES_BYTES
 from .selection import OnScores, Selection, SelectionSize, new_selection
+
+if TYPE_CHECKING:
+    from .slot_selection import SlotSelection
 
 Mode = Literal["auto", "sparse", "dense"]
 
@@ -34,8 +40,8 @@ class DsaPlan:
 
     batch: AttentionBatch
     dense: Plan
-    extends: Selection | None
-    decodes: Selection | None
+    extends: "Selection | SlotSelection | None"
+    decodes: "Selection | SlotSelection | None"
 
     @property
     def selects(self) -> bool:
@@ -46,6 +52,7 @@ class DsaBackend:
     """See `base.AttentionBackend`; attends to what `dense` cannot do exactly.
 
     Selected rows are attended to in place where `dense` brings a kernel for that, else gathered.
+    There the selection is made by kernels as well, where they take the pages and nobody watches.
 
     workspace_bytes bounds the index scores of a tile with all that top-k makes of them, and the
     rows gathered at once; down to those of one query.
@@ -80,6 +87,22 @@ class DsaBackend:
         self.on_scores: OnScores | None = None
         self.on_select = on_select
         self.check_selections = check_selections
+        self._scores_X = self._score_room()
+
+    @property
+    def replayable(self) -> bool:
+        return self.dense.replayable and self._scores_X is not None
+
+    def _score_room(self) -> Tensor | None:
+        """Room for the scores of the kernels; None where they do not suit."""
+        if self.dense.slot_attention is None:
+            return None
+        from .slot_selection import suits  # noqa: PLC0415 - only where triton is installed
+
+        if not suits(self.storage, self.size.topk):
+            return None
+        device = self.storage.latent_LSC.device
+        return torch.empty(SCORES_BYTES // 4, dtype=torch.float32, device=device)
 
     def plan(self, batch: AttentionBatch, *, out: Plan | None = None) -> DsaPlan:
         if out is not None:
@@ -105,15 +128,22 @@ class DsaBackend:
             plan.decodes.refresh(batch.decodes)
         return plan
 
-    def _select(self, part: Part, *, is_extend: bool) -> Selection | None:
+    def _select(self, part: Part, *, is_extend: bool) -> "Selection | SlotSelection | None":
         if not self._is_sparse(part):
             return None
-        return new_selection(part, self.size, self.page_size, is_extend=is_extend)
+        is_watched = self.on_scores or self.on_select or self.check_selections
+        if self._scores_X is None or is_watched:
+            return new_selection(part, self.size, self.page_size, is_extend=is_extend)
+        from .slot_selection import SlotSelection  # noqa: PLC0415 - as in `_score_room`
+
+        size = (self.size.topk, self.page_size)
+        return SlotSelection.of(part, *size, self._scores_X, is_extend=is_extend)
 
     def _is_sparse(self, part: Part) -> bool:
-        if self.mode == "auto":
-            return part.longest > self.size.topk
-        return self.mode == "sparse" and len(part) > 0
+        return len(part) > 0 and self.selects(part.longest)
+
+    def selects(self, longest: int) -> bool:
+        return longest > self.size.topk if self.mode == "auto" else self.mode == "sparse"
 
     def decode(self, layer: MlaLayer, q: Query, plan: Plan) -> Tensor:
         plan = _own(plan)
@@ -127,12 +157,14 @@ class DsaBackend:
             return self.dense.prefill(layer, q, plan.dense)
         return self._attend(layer, q, plan.extends)
 
-    def _attend(self, layer: MlaLayer, q: Query, selection: Selection) -> Tensor:
+    def _attend(self, layer: MlaLayer, q: Query, selection: "Selection | SlotSelection") -> Tensor:
         q.require(selection.part.num_tokens, self.storage.dtype)
         self._score(layer.index, q, selection)
         q_THX = absorbed_query(q.nope_THN, q.rope_THR, layer.w_uk_HNC, layer.scale)
         if self.dense.slot_attention is not None:
             return self._attend_in_place(layer, q_THX, selection, self.dense.slot_attention)
+        if not isinstance(selection, Selection):
+            raise TypeError("slots were selected for a backend that attends to none in place")
         tokens, heads, width = q_THX.shape
         keys = -(-self.size.topk // BLOCK) * BLOCK
         # A query's rows, the scores of all heads, their softmax, and a sum for each block of keys.
@@ -147,13 +179,16 @@ class DsaBackend:
             out_THC[rows] = self._attend_rows(layer, q_THX[rows], selection, rows)
         return unabsorb(out_THC, layer.w_uv_HVC)
 
-    def _score(self, layer: int, q: Query, selection: Selection) -> None:
+    def _score(self, layer: int, q: Query, selection: "Selection | SlotSelection") -> None:
         if self.storage.index_k[layer] is None:
             if selection.scored_in is None:
                 raise ValueError(f"layer {layer} keeps no index keys and no layer before it chose")
             return
         if q.index is None:
             raise ValueError(f"the plan selects in layer {layer}, but the query has no index part")
+        if not isinstance(selection, Selection):
+            selection.score(layer, q.index, self.storage)
+            return
         selection.score(layer, q.index, self.storage, self.on_scores)
         if self.on_select is not None:
             counts_T = selection.visible_T.clamp(max=self.size.topk)
@@ -162,10 +197,17 @@ class DsaBackend:
             check_selection(selection.positions_TK, selection.visible_T)
 
     def _attend_in_place(
-        self, layer: MlaLayer, q_THX: Tensor, selection: Selection, attend: SlotAttention
+        self,
+        layer: MlaLayer,
+        q_THX: Tensor,
+        selection: "Selection | SlotSelection",
+        attend: SlotAttention,
     ) -> Tensor:
         rows_SX = self.storage.latent_rows(layer.index, slice(None))
-        slots_TK = selection.slots_of(slice(0, len(q_THX)))
+        if isinstance(selection, Selection):
+            slots_TK = selection.slots_of(slice(0, len(q_THX)))
+        else:
+            slots_TK = selection.slots_TK
         width = layer.w_uk_HNC.shape[2]
         out_THC, _ = attend(q_THX, rows_SX, slots_TK, selection.visible_T, width)
         return unabsorb(out_THC, layer.w_uv_HVC)
@@ -174,7 +216,7 @@ class DsaBackend:
         self, layer: MlaLayer, q_THX: Tensor, selection: Selection, rows: slice
     ) -> Tensor:
         """Attended latents [T, H, C] of some queries. A row is computed alike in any company."""
-        rows_TKX = self.storage.latent_rows(layer.index, selection.slots_of(rows))
+        rows_TKX = latent_rows(self.storage, layer.index, selection.slots_of(rows))
         hidden_T1K = None if selection.full else selection.hidden_TK[rows].unsqueeze(1)
         out_THC = latent_attention(q_THX, rows_TKX, hidden_T1K, layer.w_uk_HNC.shape[2])
         if hidden_T1K is not None:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ...kv_cache.storage import CacheStorage
 from ..base import IndexQuery
+from ..cached_rows import index_rows
+from ..kernels.fp8_rows import quantise
 from ..kernels.reference import index_scores
 from ..kernels.topk import top_k_of_many
 from ..metadata import Part
@@ -90,9 +92,11 @@ class Selection:
         """Select for every query that sees more than K keys."""
         if not self.tiles:
             self.tiles = self._cut(self.size.workspace(query))
+        if storage.layout.is_fp8:
+            query = _rounded(query)
         topk = self.size.topk
         for tile in self.tiles:
-            keys = tile.read(lambda slots: storage.index_rows(layer, slots))
+            keys = tile.read(lambda slots: index_rows(storage, layer, slots))
             scores_GwL = index_scores(tile.take(query.q_TnD), tile.take(query.weights_Tn), *keys)
             scores_TL = scores_GwL.flatten(0, 1)
             if tile.hidden_TX is not None:
@@ -120,6 +124,12 @@ class Selection:
         if len(self.part) > 1:
             places_TK = places_TK + self.offsets_T1[rows]
         return torch.take(self.slots.table_BL, places_TK)
+
+
+def _rounded(query: IndexQuery) -> IndexQuery:
+    """Queries as fp8 holds them, in fp32: what meets keys in fp8 is rounded like them."""
+    values_TnD, scales_Tn = quantise(query.q_TnD)
+    return IndexQuery(values_TnD.float() * scales_Tn.unsqueeze(-1), query.weights_Tn)
 
 
 def new_selection(part: Part, size: SelectionSize, page_size: int, *, is_extend: bool) -> Selection:

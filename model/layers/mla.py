@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...attention.base import AttentionBackend, MlaLayer, Plan, Query
+from ...attention.fused_write import RowNorms, fuses, write_fused
 from ...kv_cache.storage import CacheStorage
 from ..config import ModelConfig
 from .fp8 import Fp8Linear
@@ -91,12 +92,22 @@ class Mla:
         self._write_rows(self.down(x_TD), step)
 
     def _write_rows(self, down_TE: Tensor, step: Step) -> None:
+        slots_T = step.plan.batch.slots_T
+        if fuses(step.storage):
+            index_norm = self.indexer.key_norm if self.indexer else None
+            norms = RowNorms(
+                self.kv_norm.weight_D,
+                (index_norm.weight_D, index_norm.bias_D) if index_norm else None,
+                LATENT_EPS,
+            )
+            projected_TE = down_TE[:, self.latent_start :]
+            write_fused(step.storage, self.index, projected_TE, step.angles_TR, slots_T, norms)
+            return
         latent_end = self.latent_start + self.config.kv_lora_rank
         rope_end = latent_end + self.config.rope_dim
         latent_TC = self.kv_norm(down_TE[:, self.latent_start : latent_end])
         rope_TR = down_TE[:, latent_end:rope_end]
         rotate_(rope_TR, step.angles_TR)
-        slots_T = step.plan.batch.slots_T
         step.storage.write_latent(self.index, slots_T, latent_TC, rope_TR)
         if self.indexer is not None:
             keys_end = rope_end + self.indexer.indexer.head_dim

@@ -3,15 +3,23 @@
 In fp32 everywhere: interpreted without a GPU, compiled with one.
 """
 
+import dataclasses
+
 import pytest
 import torch
 
 from attention_bed import TOPK, Bed, Chunk, assert_close
-from checkpoints import t_cpu
-from kernel_bed import DEVICE
+from checkpoints import t_cpu, t_wide
+from kernel_bed import DEVICE, assert_near, normal
+from minidsa.attention.base import IndexQuery, MlaLayer, Query
+from minidsa.attention.cached_rows import fp8_latents, index_pages
 from minidsa.attention.dense.torch_ref import TorchDenseBackend
 from minidsa.attention.dense.triton import TritonDenseBackend
+from minidsa.attention.metadata import AttentionBatch
 from minidsa.attention.sparse.dsa import DsaBackend
+from minidsa.attention.sparse.slot_selection import SlotSelection
+from minidsa.kv_cache.layout import RowLayout
+from minidsa.kv_cache.storage import CacheStorage
 from minidsa.model.checkpoint import read_config
 from minidsa.model.loader import load_model
 from stepper import Stepper, new_storage
@@ -106,7 +114,8 @@ def test_prompts_select_in_place():
     assert_close(bed.step(backend, chunks, 2), bed.expected(chunks, TOPK))
 
 
-def test_a_whole_model_says_the_same_as_over_torch():
+@pytest.mark.parametrize("page_size", [8, 16], ids=["selected by torch", "selected by kernels"])
+def test_a_whole_model_says_the_same_as_over_torch(page_size):
     """A prompt in chunks past the selection, then tokens: logits near, ids equal."""
     directory = t_cpu()
     config = read_config(directory)
@@ -114,14 +123,91 @@ def test_a_whole_model_says_the_same_as_over_torch():
     assert config.indexer is not None
     said = []
     for backend in (TorchDenseBackend, TritonDenseBackend):
-        storage = new_storage(model, 20, 8)
+        storage = new_storage(model, 20, page_size)
         sparse = DsaBackend(backend(storage), storage, config.indexer.topk)
+        by_kernels = backend is TritonDenseBackend and page_size == 16
+        assert sparse.replayable is by_kernels
         stepper = Stepper(model, sparse, storage)
         prompt_logits = stepper.prefill("a", list(range(3, 24)), 9)
         tokens, logits = stepper.greedy("a", int(prompt_logits[-1].argmax()), 3)
         said.append((tokens, torch.cat((prompt_logits, logits)).cpu()))
     assert said[0][0] == said[1][0]
     assert_close(said[1][1], said[0][1])
+
+
+def test_rows_in_fp8_below_a_whole_model():
+    """Written by the fused kernel, read by both backends; short enough to be dense."""
+    directory = t_wide()
+    model = load_model(directory, read_config(directory), torch.float32, DEVICE)
+    said = []
+    for backend in (TorchDenseBackend, TritonDenseBackend):
+        storage = new_storage(model, 20, 16, is_fp8=True)
+        stepper = Stepper(model, DsaBackend(backend(storage), storage, 16), storage)
+        prompt_logits = stepper.prefill("a", list(range(3, 16)), 9)
+        decoded = [stepper.step([("a", [token])], 0) for token in (20, 21, 22)]
+        said.append(torch.cat((prompt_logits, *decoded)).cpu())
+    assert said[1].isfinite().all()
+    assert (said[1] - said[0]).abs().amax() < 0.02 * said[0].std()
+
+
+@pytest.mark.parametrize("is_extend", [False, True])
+def test_selection_over_rows_in_fp8(is_extend):
+    """Both backends over the same bytes, some queries below the selection's size, some above."""
+    layout = RowLayout(128 + 32, 128, (True,), rope_width=32, is_fp8=True)
+    storage = CacheStorage(layout, 12, 16, torch.float32, DEVICE)
+    slots = torch.arange(16, 12 * 16, device=DEVICE)
+    fp8_latents(storage, 0).write(slots, normal(176, 128), normal(176, 32, seed=1))
+    index_pages(storage, 0).write(slots, normal(176, 128, seed=2))
+    lengths, width = (14, 90), 3
+    batch = AttentionBatch(
+        num_extends=2 if is_extend else 0,
+        query_lens=(width, width),
+        context_lens=tuple(length - width for length in lengths),
+        positions_T=torch.zeros(2 * width, dtype=torch.int64, device=DEVICE),
+        slots_T=torch.zeros(2 * width, dtype=torch.int64, device=DEVICE),
+        block_table_BP=torch.tensor(
+            [[1, 0, 0, 0, 0, 0], [9, 3, 7, 2, 11, 4]], dtype=torch.int32, device=DEVICE
+        ),
+    )
+    index = IndexQuery(normal(6, 4, 128, seed=3), normal(6, 4, seed=4))
+    q = Query(normal(6, 3, 8, seed=5), normal(6, 3, 32, seed=6), index)
+    layer = MlaLayer(0, 0.005, normal(3, 8, 128, seed=7), normal(3, 6, 128, seed=8))
+    said = []
+    for dense in (TorchDenseBackend(storage), TritonDenseBackend(storage)):
+        backend = DsaBackend(dense, storage, 32)
+        attend = backend.prefill if is_extend else backend.decode
+        said.append(attend(layer, q, backend.plan(batch)))
+    assert_near(said[1], said[0], torch.bfloat16)
+
+
+def test_a_selecting_plan_is_refreshed_in_place():
+    """Kept tensors, and what a new plan says; a request that became padding gets zeros."""
+    directory = t_cpu()
+    model = load_model(directory, read_config(directory), torch.float32, DEVICE)
+    storage = new_storage(model, 20, 16)
+    backend = DsaBackend(TritonDenseBackend(storage), storage, 16)
+    stepper = Stepper(model, backend, storage)
+    for name in ("a", "b"):
+        stepper.prefill(name, list(range(3, 24)), 21)
+    batch = stepper.batch([("a", [5]), ("b", [6])], 0)
+    plan = backend.plan(batch)
+    ids = torch.tensor([5, 6], device=DEVICE)
+    model.forward(ids, plan, backend, storage)
+    assert isinstance(plan.decodes, SlotSelection)
+    slots, visible = plan.decodes.slots_TK, plan.decodes.visible_T
+    stepper.lengths["a"] += 1
+    later = dataclasses.replace(
+        batch,
+        context_lens=(22, -1),
+        positions_T=torch.tensor([22, 0], device=DEVICE),
+        slots_T=torch.tensor([stepper.pages["a"][1] * 16 + 6, 0], device=DEVICE),
+    )
+    fresh = model.forward(ids, backend.plan(later), backend, storage)
+    assert backend.plan(later, out=plan) is plan
+    refreshed = model.forward(ids, plan, backend, storage)
+    assert plan.decodes.slots_TK is slots and plan.decodes.visible_T is visible
+    assert visible.tolist() == [23, 0] and refreshed.isfinite().all()
+    torch.testing.assert_close(refreshed, fresh)
 
 
 def test_no_tokens():

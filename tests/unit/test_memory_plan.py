@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from checkpoints import T_CPU, T_WIDE, t_cpu
+from minidsa.attention.workspace import EXPANDED_BYTES, SCORES_BYTES
 from minidsa.configs.engine import CacheConfig, EngineConfig, SchedulerConfig
 from minidsa.configs.gpus import find_gpu
 from minidsa.configs.machine import Machine
@@ -145,6 +146,23 @@ def test_conf_09_every_architecture_caches_latents_and_says_how_many_bytes(kind)
     assert any(words in line for line in planned.lines())
 
 
+def test_rows_in_fp8_take_the_bytes_of_their_layout():
+    """656 bytes of a latent row, 132 of an index key: 48068 a token in 61 layers."""
+    planned = plan(DEEPSEEK_V32, 200 * GIB, ranks=16, cache=CacheConfig(row_dtype="fp8"))
+    assert planned.latent_bytes_per_token == 61 * 656
+    assert planned.index_bytes_per_token == 61 * 132
+    narrow = dict(DEEPSEEK_V32) | {"kv_lora_rank": 192 + 2}
+    with pytest.raises(SettingError, match=r"kv_cache_dtype is fp8.*has 194 and 128"):
+        plan(narrow, 200 * GIB, ranks=16, cache=CacheConfig(row_dtype="fp8"))
+
+
+def test_a_gpu_has_room_for_expanded_keys_and_index_scores():
+    """The caps of both, whatever the step: scores only where a model selects."""
+    sparse, dense = plan(DEEPSEEK_V32, 200 * GIB, ranks=16), plan(MOONLIGHT, 200 * GIB)
+    assert sparse.workspace - dense.workspace == SCORES_BYTES
+    assert dense.workspace > EXPANDED_BYTES
+
+
 def test_conf_09_an_unknown_architecture_is_refused():
     for kind in ("glm4_moe_lite", "llama", "deepseek_v2", None):
         with pytest.raises(ConfigError, match="model_type"):
@@ -153,7 +171,7 @@ def test_conf_09_an_unknown_architecture_is_refused():
 
 def test_ops_12_a_plan_adds_up_and_leaves_room_for_a_step():
     planned = plan(MOONLIGHT, find_gpu("H200").free_bytes)
-    step = planned.activations + planned.logits
+    step = planned.activations + planned.workspace + planned.logits
     assert planned.total_bytes == planned.weight_bytes + planned.cache_bytes + step
     assert planned.total_bytes < planned.free_bytes
     # 64 requests of 8192 tokens fit in half of what is left.

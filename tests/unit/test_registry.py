@@ -18,7 +18,7 @@ def never(storage):
 
 KERNELS = {
     "kernels": Support(never, ("cuda",), (torch.bfloat16,), (32, 64)),
-    **registry.BACKENDS,
+    "torch": registry.BACKENDS["torch"],
 }
 
 
@@ -37,9 +37,18 @@ def on(requested: str = "auto", **kwargs: Any) -> Choice:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64])
 def test_reference_takes_any_page_size_and_float(device_type, dtype, page_size):
-    choice = on(device_type=device_type, dtype=dtype, page_size=page_size)
+    choice = on("torch", device_type=device_type, dtype=dtype, page_size=page_size)
     assert choice.name == "torch"
-    assert f"the best there is for {device_type}" in choice.reason
+
+
+def test_kernels_are_the_best_for_a_gpu_and_the_formats_they_take():
+    fits: dict[str, Any] = {"device_type": "cuda", "page_size": 64}
+    for dtype in (torch.bfloat16, torch.float16):
+        choice = on(dtype=dtype, **fits)
+        assert choice.name == "triton"
+        assert "the best there is for cuda" in choice.reason
+    assert on(dtype=torch.float32, **fits).name == "torch"
+    assert on().name == "torch"
 
 
 def test_reason_says_what_was_chosen_and_why():
@@ -76,12 +85,12 @@ def test_nothing_fits_gives_every_reason(with_kernels):
 
 
 def test_unknown_name_is_refused_with_the_list():
-    with pytest.raises(ValueError, match=r"'fast' does not exist; there are: auto, dsa, torch"):
+    with pytest.raises(ValueError, match=r"'fast' does not exist; there are: auto, dsa, triton"):
         on("fast")
 
 
 def test_sparse_without_an_indexer_is_refused():
-    with pytest.raises(ValueError, match=r"'dsa' needs a model with an indexer.*: auto, torch"):
+    with pytest.raises(ValueError, match=r"'dsa' needs a model with an indexer.*: auto, triton"):
         on("dsa", has_indexer=False)
     storage = Bed().storage
     with pytest.raises(ValueError, match=r"index_topk is 16, but .* without an indexer"):
@@ -93,7 +102,6 @@ def test_sparse_without_an_indexer_is_refused():
 def test_kernels_are_taken_when_asked_for():
     fits: dict[str, Any] = {"device_type": "cuda", "dtype": torch.bfloat16, "page_size": 64}
     assert on("triton", **fits).name == "triton"
-    assert on("auto", **fits).name == "torch"
     with pytest.raises(ValueError, match="triton runs on cuda, not on cpu"):
         on("triton")
 

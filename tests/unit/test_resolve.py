@@ -55,6 +55,20 @@ def test_a_cpu_computes_in_fp32_and_says_what_was_stored(stored):
     assert ("the checkpoint is bfloat16" in note) is (stored == "bfloat16")
 
 
+@pytest.mark.parametrize(
+    ("machine", "values", "message"),
+    [
+        (CPU, {"row_dtype": "fp8"}, "kv_cache_dtype fp8 needs device cuda; this one is cpu"),
+        (GPU, {"row_dtype": "fp8", "dtype": "float32"}, "fp8 needs dtype bfloat16 or float16"),
+        (GPU, {"row_dtype": "bfloat16", "dtype": "float16"}, "bfloat16 and dtype float16"),
+        (CPU, {"row_dtype": "bfloat16"}, "bfloat16 and dtype float32"),
+    ],
+)
+def test_rows_in_a_format_that_is_not_kept_are_refused(machine, values, message):
+    with pytest.raises(SettingError, match=message):
+        resolve_run(config(**values), machine, "bfloat16")
+
+
 def test_every_running_request_has_a_token_in_the_budget():
     resolved = resolve_run(config(max_num_seqs=64, max_num_batched_tokens=10), CPU, "float32")
     assert resolved.config.scheduler.max_num_seqs == 10
