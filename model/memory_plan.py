@@ -132,7 +132,10 @@ def plan_memory(
     weight_bytes, step = sum(weights.values()), activations + workspace + logits
     left = free_bytes - weight_bytes
     if left < step + smallest_cache:
-        weights_said = (weight_bytes, f"{shown_bytes(weight_bytes)} in {_format(config, keeps_fp8)}")
+        weights_said = (
+            weight_bytes,
+            f"{shown_bytes(weight_bytes)} in {_format(config, keeps_fp8)}",
+        )
         step_said = (activations, workspace + logits)
         message = _shortfall(config, left, weights_said, step_said, smallest_cache)
         # Where weights and a cache fit, it is the step that was set too large.
