@@ -74,6 +74,8 @@ class EngineConfig:
     dtype: Dtype = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     attention_backend: str = "auto"
+    enforce_eager: bool = False
+    """Launch every operation by itself, also where CUDA graphs could replay decode steps."""
     max_model_len: int | None = None
     """Longest prompt plus output; the model's context when not given."""
     seed: int = 0

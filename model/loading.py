@@ -22,6 +22,7 @@ from ..kv_cache.host_tier import HostTier
 from ..kv_cache.storage import CacheStorage
 from .checkpoint import read_config
 from .config import ModelConfig
+from .decode_graphs import DecodeGraphs
 from .deepseek import DeepseekModel
 from .layers.fp8 import multiplies_fp8
 from .loader import CheckedCheckpoint, check_checkpoint, has_mtp_layer, load_weights
@@ -158,7 +159,11 @@ def _assemble(
         notes=notes,
         mtp_layer=mtp_layer,
     )
-    return LoadedEngine(ModelRunner(model, backend, storage), kv_cache, info)
+    graphs = None
+    if backend.replayable and not config.enforce_eager:
+        graphs = DecodeGraphs(model, backend, storage)
+        notes.append("decode steps are replayed as CUDA graphs, captured as shapes come up")
+    return LoadedEngine(ModelRunner(model, backend, storage, graphs), kv_cache, info)
 
 
 def _drafter(config: EngineConfig) -> Literal["none", "mtp", "ngram"]:

@@ -83,8 +83,7 @@ class MemoryPlan:
             f"{self.latent_bytes_per_token} bytes of latent rows and "
             f"{self.index_bytes_per_token} bytes of index rows",
             f"  a step of {step} tokens: activations {shown_bytes(self.activations)}, attention's "
-            f"workspace {shown_bytes(self.workspace)}, logits {shown_bytes(self.logits)}; "
-            "graphs none",
+            f"workspace {shown_bytes(self.workspace)}, logits {shown_bytes(self.logits)}",
             f"  longest request {longest} tokens; {self.num_tokens // longest} of that length fit "
             f"at once, {config.scheduler.max_num_seqs} requests run at once",
         ]

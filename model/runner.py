@@ -10,9 +10,10 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from ..attention.base import AttentionBackend
+from ..attention.base import AttentionBackend, Plan
 from ..configs.logprobs import TokenLogprobs
 from ..kv_cache.storage import CacheStorage
+from .decode_graphs import DecodeGraphs
 from .deepseek import DeepseekModel
 from .drafter import MtpDrafter
 from .inputs import Span, attention_batch, to_tensor
@@ -32,14 +33,20 @@ class ModelRunner:
     """A model, its cache memory and the backend that attends over it.
 
     A model with an MTP layer writes that layer's rows too, and proposes what it is asked for.
+    graphs: replays of decode steps; None: every step runs eagerly.
     """
 
     def __init__(
-        self, model: DeepseekModel, backend: AttentionBackend, storage: CacheStorage
+        self,
+        model: DeepseekModel,
+        backend: AttentionBackend,
+        storage: CacheStorage,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self.model = model
         self.backend = backend
         self.storage = storage
+        self.graphs = graphs
         self.device = storage.latent_LSC.device
         self.drafter = None if model.mtp is None else MtpDrafter(model, backend, storage)
 
@@ -47,13 +54,9 @@ class ModelRunner:
     def run(self, sequences: Sequence[SequenceInput], num_extends: int) -> list[SequenceOutput]:
         """Compute one step; `sequences` holds the extends first, then the decodes."""
         spans = [Span(s.context_len, len(s.token_ids), s.pages) for s in sequences]
-        batch = attention_batch(spans, num_extends, self.storage.page_size, self.device)
         token_ids = list(chain.from_iterable(s.token_ids for s in sequences))
-        plan = self.backend.plan(batch)
-        hidden_TD = self.model.forward(
-            to_tensor(token_ids, self.device), plan, self.backend, self.storage
-        )
-        ends = list(accumulate(batch.query_lens))
+        hidden_TD, plan = self._forward(token_ids, spans, num_extends)
+        ends = list(accumulate(span.num_tokens for span in spans))
         outputs = [SequenceOutput() for _ in sequences]
         self._sample(hidden_TD, sequences, ends, outputs)
         for sequence, end, output in zip(sequences, ends, outputs, strict=True):
@@ -63,9 +66,25 @@ class ModelRunner:
                 output.prompt_logprobs.extend(scores)
                 if not all(math.isfinite(score.logprob) for score in scores):
                     output.error = NON_FINITE
-        if self.drafter is not None:
+        if self.drafter is not None and plan is not None:
             self.drafter.propose(hidden_TD, plan, sequences, outputs)
         return outputs
+
+    def _forward(
+        self, token_ids: Sequence[int], spans: Sequence[Span], num_extends: int
+    ) -> tuple[Tensor, Plan | None]:
+        """Hidden states, and the step's plan unless a graph was replayed and nobody drafts."""
+        replayed = None
+        if self.graphs is not None and not num_extends:
+            replayed = self.graphs.forward(token_ids, spans)
+            if replayed is not None and self.drafter is None:
+                return replayed, None
+        batch = attention_batch(spans, num_extends, self.storage.page_size, self.device)
+        plan = self.backend.plan(batch)
+        if replayed is not None:
+            return replayed, plan
+        ids_T = to_tensor(token_ids, self.device)
+        return self.model.forward(ids_T, plan, self.backend, self.storage), plan
 
     def _sample(
         self,

@@ -50,6 +50,7 @@ GROUPS = (
                 "engine.attention_backend",
                 "auto, torch, triton, or dsa, which insists on an indexer",
             ),
+            Flag("--enforce-eager", "engine.enforce_eager", "no CUDA graphs for decode steps"),
             Flag("--seed", "engine.seed", "where seeds of requests without one are drawn from"),
         ),
     ),

@@ -1,0 +1,219 @@
+"""Decode steps and prompts of a slice of DeepSeek-V3.2 at full width on one GPU, without HTTP.
+
+    python -m benchmarks.slice [--layers 5] [--rows fp8] [--output FILE]
+
+One dense layer and as many of experts as asked for, all 256 of them, with random fp8 weights made
+on the device, so that routing is spread. A step is what the server computes: `ModelRunner.run` with
+greedy sampling, from host lists to host tokens. Steps are replayed as CUDA graphs and, where
+`--eager` says so, launched one operation after the other. Each context holds rows of its own: one
+prompt is computed, and its rows are copied to the pages of the other requests.
+
+The floor of a step is the bytes it must read: weights of the experts that are hit, and cached rows.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from statistics import median
+
+import torch
+import triton
+
+from benchmarks.kernel_cases import BYTES_PER_US
+from minidsa.attention.registry import choose
+from minidsa.configs.sampling import SamplingParams
+from minidsa.kv_cache.storage import CacheStorage
+from minidsa.model.config import parse_config
+from minidsa.model.decode_graphs import DecodeGraphs
+from minidsa.model.deepseek import DeepseekModel
+from minidsa.model.names import name_table
+from minidsa.model.runner import ModelRunner
+from minidsa.model.sequence import SampleInput, SequenceInput
+
+DEVICE = torch.device("cuda")
+PAGE = 64
+CHUNK = 8192
+V32 = {
+    "model_type": "deepseek_v32",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 163840,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "torch_dtype": "bfloat16",
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
+}
+GREEDY = SamplingParams(max_tokens=9, seed=0, temperature=0.0)
+DECODES = [(1, 2048), (1, 30720), (16, 8192), (64, 4096), (64, 16384), (64, 32768)]
+
+
+def random_model(layers: int) -> DeepseekModel:
+    """Products keep activations near 1; norms are 1 and biases 0."""
+    config = parse_config(V32 | {"num_hidden_layers": layers})
+    model = DeepseekModel(config, torch.bfloat16, DEVICE, keeps_fp8=True)
+    for name, entry in name_table(model).items():
+        target = entry.target
+        if entry.scales is not None:
+            # Bytes below 0x7F are the positive numbers; the top bit is the sign.
+            raw = target.view(torch.uint8)
+            raw.random_(0, 0x7F)
+            raw |= torch.randint_like(raw, 0, 2) << 7
+            # Every byte as likely as any other has a mean square of about 100^2.
+            entry.scales.fill_(target.shape[-1] ** -0.5 / 100)
+        elif target.dim() == 1:
+            target.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            target.normal_(0.0, 1.0 if "embed" in name else target.shape[-1] ** -0.5)
+    return model
+
+
+class Slice:
+    """A model, a cache for so many tokens, and requests of one length."""
+
+    def __init__(self, model: DeepseekModel, tokens: int, rows: str) -> None:
+        layout = model.config.cache_layout(with_mtp=False, is_fp8=rows == "fp8")
+        self.storage = CacheStorage(layout, tokens // PAGE + 1, PAGE, model.dtype, DEVICE)
+        choice = choose(
+            "auto", device_type="cuda", dtype=model.dtype, page_size=PAGE, has_indexer=True
+        )
+        self.backend = choice.build(self.storage, 2048)
+        graphs = DecodeGraphs(model, self.backend, self.storage)
+        self.replaying = ModelRunner(model, self.backend, self.storage, graphs)
+        self.eager = ModelRunner(model, self.backend, self.storage)
+        self.vocab_size = model.config.vocab_size
+
+    def prompt(self, length: int, start: int = 0) -> float:
+        """Compute a prompt into the first pages; seconds."""
+        pages = list(range(1, (start + length) // PAGE + 2))
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for first in range(start, start + length, CHUNK):
+            ids = torch.randint(self.vocab_size, (min(CHUNK, start + length - first),)).tolist()
+            self.eager.run([SequenceInput(ids, first, pages, None)], 1)
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    def spread(self, requests: int, length: int) -> list[list[int]]:
+        """Pages of so many requests, all filled with the rows of the first."""
+        each = length // PAGE + 1
+        for plane in self.storage.planes():
+            rows = plane.view(-1, *plane.shape[-2:])
+            first = rows[:, PAGE : PAGE * (each + 1)]
+            for r in range(1, requests):
+                rows[:, PAGE * (1 + r * each) : PAGE * (1 + (r + 1) * each)].copy_(first)
+        return [list(range(1 + r * each, 1 + (r + 1) * each)) for r in range(requests)]
+
+    def step_ms(
+        self, runner: ModelRunner, pages: list[list[int]], length: int, steps: int = 12
+    ) -> float:
+        """Median of decode steps at one length; the first two are not counted."""
+        times = []
+        for step in range(steps + 2):
+            ids = torch.randint(self.vocab_size, (len(pages),)).tolist()
+            inputs = [
+                SequenceInput([token], length - 1, own, SampleInput(GREEDY, [1], []))
+                for token, own in zip(ids, pages, strict=True)
+            ]
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            runner.run(inputs, 0)
+            if step >= 2:
+                times.append(time.perf_counter() - began)
+        return median(times) * 1e3
+
+
+def floor_ms(layers: int, requests: int, length: int, row_bytes: int) -> float:
+    """Weights that a step reads once, and the rows of every request."""
+    attention = 7168 * (1536 + 576 + 128) * 2 + 24576 * 1536 + 7168 * 16384
+    attention += 128 * 256 * 512 * 2 + 64 * 128 * 1536 * 2
+    hit = 256 * (1 - (1 - 8 / 256) ** requests) + 1
+    experts = hit * 3 * 2048 * 7168 + 256 * 7168 * 4
+    weights = layers * attention + 3 * 18432 * 7168 + (layers - 1) * experts + 129280 * 7168 * 2
+    read = min(length, 2048) * row_bytes + length * 132
+    return (weights + layers * requests * read) / BYTES_PER_US / 1e3
+
+
+def measure(args: argparse.Namespace, save: Callable[[dict], None]) -> None:
+    model = random_model(args.layers)
+    tokens = max(b * (n + PAGE) for b, n in DECODES)
+    work = Slice(model, tokens, args.rows)
+    work.prompt(CHUNK)
+    took = min(work.prompt(CHUNK) for _ in range(2))
+    save({"prompt": CHUNK, "tokens_per_second": round(CHUNK / took)})
+    done = CHUNK
+    for requests, length in sorted(DECODES, key=lambda case: case[1]):
+        if length > done:
+            work.prompt(length - done, done)
+            done = length
+        pages = work.spread(requests, length)
+        row = {"requests": requests, "context": length}
+        row["ms"] = round(work.step_ms(work.replaying, pages, length), 3)
+        if requests in args.eager:
+            row["eager_ms"] = round(work.step_ms(work.eager, pages, length), 3)
+        row["floor_ms"] = round(floor_ms(args.layers, requests, length, args.row_bytes), 3)
+        save(row)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--layers", type=int, default=5)
+    parser.add_argument("--rows", choices=("auto", "fp8"), default="fp8")
+    parser.add_argument("--eager", type=int, nargs="*", default=[1], help="batches to run so too")
+    parser.add_argument("--output", type=Path, help="JSON file")
+    args = parser.parse_args()
+    args.row_bytes = 656 if args.rows == "fp8" else 1152
+    report = {
+        "date": date.today().isoformat(),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "layers": args.layers,
+        "rows": args.rows,
+        "figures": [],
+    }
+
+    def save(row: dict) -> None:
+        print(json.dumps(row), flush=True)
+        report["figures"].append(row)
+        if args.output:
+            args.output.write_text(json.dumps(report, indent=1) + "\n")
+
+    with torch.inference_mode():
+        measure(args, save)
+
+
+if __name__ == "__main__":
+    main()
