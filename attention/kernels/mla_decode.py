@@ -111,13 +111,15 @@ def _attend_pages(
 
 
 def decode_tiling(rows: int, is_fp8: bool) -> Tiling:
-    """For requests of so many query rows: what the compiler reports no spills for on sm_90."""
+    """For requests of so many query rows: the fastest on an H200 of what compiles without spills.
+
+    Of fp8 rows no time was taken.
+    """
     if rows > 32:
-        return Tiling(64, 64, BLOCK if is_fp8 else 256, 8, 3, 1)
-    group = BLOCK if is_fp8 else 512
+        return Tiling(64, 64, BLOCK, 8, 3, 1) if is_fp8 else Tiling(64, 64, 256, 8, 2, 1)
     if rows > 16:
-        return Tiling(32, 32 if is_fp8 else 64, group, 8, 3, 1)
-    return Tiling(16, 64, group, 8, 3, 1)
+        return Tiling(32, 32, BLOCK, 8, 3, 1) if is_fp8 else Tiling(32, 64, 512, 8, 3, 1)
+    return Tiling(16, 64, BLOCK, 8, 3, 1) if is_fp8 else Tiling(16, 32, 512, 4, 3, 2)
 
 
 @dataclass

@@ -120,9 +120,9 @@ def _attend_slots(
 
 
 def sparse_tiling(heads: int, is_fp8: bool) -> Tiling:
-    """For so many heads: what the compiler reports no spills for on sm_90."""
+    """For so many heads: the fastest on an H200 of what compiles without spills."""
     if heads > 32:
-        return Tiling(64, 64, BLOCK if is_fp8 else 256, 8, 3, 1)
+        return Tiling(64, 64, BLOCK if is_fp8 else 256, 8, 2, 1)
     group = BLOCK if is_fp8 else 512
     if heads > 16:
         return Tiling(32, 64, group, 8, 3, 1)
