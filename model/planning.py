@@ -50,7 +50,10 @@ def plan_lines(config: EngineConfig, gpu: str | None, ranks: int) -> list[str]:
     except DoesNotFit as error:
         hint = ""
         if gpu is not None and (count := _fitting_count(plan, ranks, model.num_heads)):
-            hint = f"; {count} of them would do: --tp {count}"
+            hint = (
+                f"; {count} of them would hold it (plan with --tp {count}; "
+                "one server uses one device so far)"
+            )
         raise DoesNotFit(f"{error}{hint}") from None
     notes = (*run.notes, *drafts.notes, *planned.notes)
     return [*planned.lines(), *(f"  {note}" for note in notes)]

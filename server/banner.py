@@ -35,6 +35,6 @@ def ready_line(model_name: str, host: str, port: int) -> str:
     url = f"http://{shown}:{port}"
     body = '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}'
     return (
-        f"ready: {url} serves {model_name}; try: curl {url}/v1/chat/completions "
+        f"ready: {url} serves {model_name}; open {url}/ or try: curl {url}/v1/chat/completions "
         f"-H 'Content-Type: application/json' -d '{body}'"
     )

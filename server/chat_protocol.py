@@ -102,9 +102,9 @@ class ChatMessage(Strict):
             if is_given and not assistant:
                 raise invalid_value(f"{path}.{name}", f"{path}.{name} belongs to the assistant")
         if (self.role == "tool") != (self.tool_call_id is not None):
-            raise invalid_value(
-                f"{path}.tool_call_id", f"{path}: tool_call_id goes with the role 'tool', only"
-            )
+            rule = "is required for" if self.role == "tool" else "goes only with"
+            message = f"{path}.tool_call_id {rule} the role 'tool'"
+            raise invalid_value(f"{path}.tool_call_id", message)
         reasoning = self._reasoning(path)
         empty = self.content is None and self.refusal is None
         if empty and not (assistant and (self.tool_calls or reasoning is not None)):

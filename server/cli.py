@@ -104,7 +104,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="print the version and leave")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     serve = commands.add_parser("serve", help="serve a checkpoint", allow_abbrev=False)
-    serve.add_argument("model", nargs="?", help="folder of a checkpoint in Hugging Face layout")
+    serve.add_argument(
+        "model", nargs="?", help="folder of a checkpoint in Hugging Face layout [tiny-dsa]"
+    )
     add_flags(serve)
     plan = commands.add_parser(
         "plan", help="say what memory a checkpoint would take", allow_abbrev=False
@@ -143,7 +145,8 @@ def _with_checkpoint(config: ServerConfig) -> ServerConfig:
         engine = dataclasses.replace(config.engine, model=str(_default_checkpoint()))
         config = dataclasses.replace(config, engine=engine)
     if not Path(config.engine.model).is_dir():
-        raise StartFailed(f"{config.engine.model} is not a folder with a checkpoint")
+        hub = "; checkpoints are not downloaded: `hf download NAME --local-dir DIR` first"
+        raise StartFailed(f"{config.engine.model} is not a folder with a checkpoint{hub}")
     return config
 
 

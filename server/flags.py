@@ -252,6 +252,9 @@ def _checked(config: ServerConfig) -> ServerConfig:
     if not 0 <= config.port <= 65535:
         raise UsageError(f"port is {config.port}; it must be from 0 to 65535")
     limits = dataclasses.asdict(config.limits)
+    stored = limits.pop("max_stored_bytes")
+    if stored < 0:
+        raise UsageError(f"limits.max_stored_bytes is {stored}; it must not be negative")
     positive = {"heartbeat_seconds": config.heartbeat_seconds} | {
         f"limits.{name}": value for name, value in limits.items()
     }

@@ -37,7 +37,11 @@ class _EngineCollector(Collector):
             ("prefix_cache_pages", "Pages that can be found by their prefix", now.num_cached_pages),
         )
         counters = (
-            ("prompt_tokens", "Prompt tokens computed", now.num_prompt_tokens),
+            (
+                "prompt_tokens",
+                "Prompt tokens of requests, found in the cache or computed",
+                now.num_prompt_tokens,
+            ),
             ("generation_tokens", "Tokens generated", now.num_generation_tokens),
             ("engine_steps", "Steps computed", now.num_steps),
             ("engine_step_seconds", "Time that steps took to compute", now.step_seconds),

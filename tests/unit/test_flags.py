@@ -53,6 +53,10 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
     assert (config.engine.cache.page_size, config.engine.cache.num_pages) == (4, 9)
 
 
+def test_nothing_need_be_stored():
+    assert settings("--set", "limits.max_stored_bytes=0").limits.max_stored_bytes == 0
+
+
 def test_set_reaches_every_setting():
     config = settings("--set", "drain_seconds=1.5", "--set", "limits.max_body_bytes=99")
     assert (config.drain_seconds, config.limits.max_body_bytes) == (1.5, 99)
@@ -80,6 +84,7 @@ def test_set_reaches_every_setting():
         (["--drain-seconds", "nan"], ["drain_seconds"]),
         (["--drain-seconds", "-1"], ["drain_seconds"]),
         (["--set", "limits.header_seconds=0"], ["limits.header_seconds"]),
+        (["--set", "limits.max_stored_bytes=-1"], ["limits.max_stored_bytes"]),
         (["--config", "/nowhere/at.toml"], ["/nowhere/at.toml", "No such file"]),
         (["a", "b"], ["argument", "b"]),
     ],

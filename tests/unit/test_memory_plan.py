@@ -236,7 +236,8 @@ def folder(tmp_path: Path, raw: Any) -> EngineConfig:
 def test_a_plan_needs_a_config_alone_and_names_how_many_devices_would_do(tmp_path):
     config = folder(tmp_path, DEEPSEEK_V32)
     with pytest.raises(
-        DoesNotFit, match=r"642 GiB in bfloat16, products in fp8.* 8 of them would do: --tp 8$"
+        DoesNotFit,
+        match=r"642 GiB in bfloat16, products in fp8.* 8 of them would hold it .plan with --tp 8;",
     ):
         plan_lines(config, "h200", 1)
     lines = plan_lines(config, "h200", 8)
