@@ -11,6 +11,7 @@ import os
 import re
 from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +25,13 @@ VERSION = "minidsa session 1"
 SUFFIX = ".safetensors"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
+
+
+class Session(NamedTuple):
+    """Tokens, and their rows in host memory: one tensor [..., tokens, width] for each plane."""
+
+    token_ids: list[int]
+    rows: list[torch.Tensor]
 
 
 class SessionFiles:
@@ -51,40 +59,44 @@ class SessionFiles:
         tensors["token_ids"] = torch.tensor(token_ids, dtype=torch.int64)
         path = self._path(owner, name)
         # A reader never sees half a file, and a failed write leaves the old one.
-        partial = path.with_suffix(".partial")
+        partial = path.with_name(f"{name}.{os.getpid()}.partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, partial, self._metadata)
+            save_file(tensors, partial, self._metadata | {"sha256": _digest(tensors)})
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
             os.replace(partial, path)
         except (OSError, SafetensorError) as error:
             with contextlib.suppress(OSError):
                 partial.unlink()
             raise SessionError(f"session {name} could not be written: {error}") from error
 
-    def token_ids(self, owner: str, name: str) -> list[int]:
-        """The tokens of a session; SessionError if there is none or its rows cannot be used."""
+    def read(self, owner: str, name: str) -> Session:
+        """A session as it was written; SessionError if there is none or it cannot be used."""
+        names = [*(f"rows.{i}" for i in range(len(self._storage.planes()))), "token_ids"]
         try:
             with self._open(owner, name) as opened:
-                self._verify(name, opened.metadata() or {})
-                ids = opened.get_tensor("token_ids")
-                if ids.dtype != torch.int64 or ids.dim() != 1 or not len(ids):
-                    raise SessionError(f"session {name} is damaged: its token ids are no list")
-                if ids.min() < 0 or ids.max() >= 2**32:
-                    raise SessionError(f"session {name} is damaged: a token id is out of range")
-                self._verify_rows(name, opened, len(ids))
-                return ids.tolist()
-        except (OSError, SafetensorError) as error:
+                metadata = opened.metadata() or {}
+                self._verify(name, metadata)
+                tensors = {each: opened.get_tensor(each) for each in names}
+        except SessionError:
+            raise
+        except (OSError, SafetensorError, RuntimeError, TypeError, ValueError) as error:
+            # Whatever a file holds, reading it must not end the engine.
             raise SessionError(f"session {name} is damaged: {error}") from error
+        ids = tensors.pop("token_ids")
+        if ids.dtype != torch.int64 or ids.dim() != 1 or not len(ids):
+            raise SessionError(f"session {name} is damaged: its token ids are no list")
+        self._verify_rows(name, list(tensors.values()), len(ids))
+        if _digest(tensors | {"token_ids": ids}) != metadata.get("sha256"):
+            raise SessionError(f"session {name} is damaged: its content is not what was written")
+        return Session(ids.tolist(), list(tensors.values()))
 
-    def read_rows(self, owner: str, name: str, pages: list[int]) -> None:
-        """Write the rows of a session whose `token_ids` were read to the slots of `pages`."""
-        try:
-            with self._open(owner, name) as opened:
-                for i, plane in enumerate(self._storage.planes()):
-                    rows = opened.get_tensor(f"rows.{i}").to(plane.device)
-                    plane.index_copy_(-2 % plane.dim(), self._slots(pages, rows.shape[-2]), rows)
-        except (OSError, SafetensorError) as error:
-            raise SessionError(f"session {name} is damaged: {error}") from error
+    def place(self, session: Session, pages: list[int]) -> None:
+        """Write the rows of a session to the slots of `pages`."""
+        for rows, plane in zip(session.rows, self._storage.planes(), strict=True):
+            slots = self._slots(pages, rows.shape[-2])
+            plane.index_copy_(-2 % plane.dim(), slots, rows.to(plane.device))
 
     def _slots(self, pages: list[int], num_tokens: int) -> torch.Tensor:
         slots = token_slots(pages, self._storage.page_size, 0, num_tokens)
@@ -116,12 +128,18 @@ class SessionFiles:
                     f"{found.get(field, 'missing')[:200]}, here it is {self._metadata[field]}"
                 )
 
-    def _verify_rows(self, name: str, opened: safe_open, num_tokens: int) -> None:
-        for i, plane in enumerate(self._storage.planes()):
+    def _verify_rows(self, name: str, rows: list[torch.Tensor], num_tokens: int) -> None:
+        for i, (found, plane) in enumerate(zip(rows, self._storage.planes(), strict=True)):
             shape = [*plane.shape[:-2], num_tokens, plane.shape[-1]]
-            rows = opened.get_slice(f"rows.{i}")
-            if rows.get_shape() != shape or rows[..., :0, :].dtype != plane.dtype:
+            if list(found.shape) != shape or found.dtype != plane.dtype:
                 raise SessionError(f"session {name} is damaged: rows.{i} is not {shape}")
+
+
+def _digest(tensors: dict[str, torch.Tensor]) -> str:
+    digest = sha256()
+    for name in sorted(tensors):
+        digest.update(tensors[name].flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def fingerprint(checkpoint: Path) -> str:

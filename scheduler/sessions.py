@@ -4,13 +4,17 @@ A session belongs to those who may share its rows, a tenant with a salt: others 
 file nor its rows. Only full pages are saved, since only those are ever found again.
 """
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ..kv_cache.block_table import BlockTable
 from ..kv_cache.cache import KvCache
 from ..kv_cache.prefix_cache import root_key
 from ..kv_cache.session_error import SessionError
 from .messages import Answer, RestoreSession, SaveSession
+
+if TYPE_CHECKING:
+    # Its module needs torch, which the scheduler runs without.
+    from ..kv_cache.session_file import Session
 
 OWNER_CHARACTERS = 32
 
@@ -19,8 +23,8 @@ class Files(Protocol):
     """Where sessions are: `kv_cache.session_file.SessionFiles`. All of it raises SessionError."""
 
     def write(self, owner: str, name: str, token_ids: list[int], pages: list[int]) -> None: ...
-    def token_ids(self, owner: str, name: str) -> list[int]: ...
-    def read_rows(self, owner: str, name: str, pages: list[int]) -> None: ...
+    def read(self, owner: str, name: str) -> "Session": ...
+    def place(self, session: "Session", pages: list[int]) -> None: ...
 
 
 class Sessions:
@@ -60,7 +64,8 @@ class Sessions:
         return num_cached
 
     def _restore(self, name: str, table: BlockTable, owner: str, files: Files) -> int:
-        ids = files.token_ids(owner, name)
+        session = files.read(owner, name)
+        ids = session.token_ids
         if not self._cache.grow(table, len(ids)):
             raise SessionError(
                 f"session {name} needs {self._cache.pages_for(len(ids))} pages; "
@@ -68,7 +73,7 @@ class Sessions:
             )
         # What the pages held before may be on its way to the host.
         self._cache.settle()
-        files.read_rows(owner, name, table.pages)
+        files.place(session, table.pages)
         self._cache.publish(table, lambda start, stop: ids[start:stop], len(ids))
         return table.num_shared * self._cache.page_size
 

@@ -142,6 +142,8 @@ def _sessions(config: EngineConfig, loaded: LoadedEngine) -> Sessions:
     """Raises SettingError for a folder that cannot be used."""
     if config.cache.session_dir is None:
         return Sessions(loaded.kv_cache, None)
+    if not config.cache.session_dir:
+        raise SettingError("cache.session_dir is empty: name a folder")
     if not config.cache.prefix_reuse:
         raise SettingError("cache.session_dir is given, but cache.prefix_reuse is off")
     from ..kv_cache.session_file import (  # noqa: PLC0415 - torch belongs to the child alone

@@ -14,7 +14,7 @@ from .errors import ApiError, invalid_value
 from .generation import Plan
 from .openai_stream import OpenAIStream
 from .protocol import CompletionRequest
-from .running import JSON, handling_of, read_when_ready, run_plan
+from .running import JSON, handling_of, read_when_ready, run_plan, tenant_of
 from .service import Service
 
 
@@ -44,9 +44,15 @@ def generating_routes(service: Service) -> APIRouter:
         body = (await read_body(request, service.config, AbortRequest)).fields
         if body.all == (body.request_id is not None):
             raise invalid_value("request_id", "give either request_id or all, and not both")
-        found = [
+        # Another key's requests are as good as not there.
+        own = [
             generation
             for generation in service.generations.values()
+            if generation.plan.handling.tenant == tenant_of(request)
+        ]
+        found = [
+            generation
+            for generation in own
             if body.all
             or body.request_id in (generation.plan.id, _without_prefix(generation.plan.id))
         ]

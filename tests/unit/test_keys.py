@@ -67,6 +67,26 @@ async def test_requests_at_once_are_counted_until_they_end(file):
         assert await ask(bed, "second") == 200
 
 
+async def test_a_key_ends_its_own_requests_only(file):
+    config = server_config(api_key="main", api_key_file=file)
+    async with serving(lambda submit: [120] * 10**6, pace=0.005, config=config) as bed:
+
+        async def abort(key: str, **body: object) -> tuple[int, object]:
+            headers = {"authorization": f"Bearer {key}"}
+            answer = await bed.client.post("/abort", json=body, headers=headers)
+            return answer.status_code, answer.json().get("aborted")
+
+        headers = {"authorization": "Bearer main", "x-request-id": "mine"}
+        body = {"messages": BODY["messages"]}
+        running = asyncio.create_task(bed.client.post(CHAT, json=body, headers=headers))
+        await until(lambda: bed.engine.num_running == 1)
+        assert await abort("second", request_id="mine") == (404, None)
+        assert await abort("second", all=True) == (200, 0)
+        assert bed.engine.num_running == 1
+        assert await abort("main", request_id="mine") == (200, 1)
+        assert (await running).json()["choices"][0]["finish_reason"] == "abort"
+
+
 def test_the_bucket_fills_again_and_never_overflows():
     now = [0.0]
     key = Key(KeyEntry("x", requests_per_minute=2), clock=lambda: now[0])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -133,6 +134,33 @@ def test_a_damaged_file_is_refused_and_harms_nothing(saved, damage):
     assert not answer.done and "talk is damaged" in answer.error
     driver.scheduler.check_idle()
     assert driver.run([asked()]).ids == before.ids
+
+
+def test_changed_rows_are_noticed(saved):
+    """One bit of one row: the file is as good as ever but for its digest."""
+    folder, _ = saved
+    path = folder / "talk.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 1
+    path.write_bytes(data)
+    answer = sessions_of(ModelDriver(t_cpu(), Settings()), folder).answer(RestoreSession("talk"))
+    assert not answer.done and "not what was written" in answer.error
+
+
+def test_a_type_that_torch_cannot_read_is_refused(saved):
+    """Half a byte an element: torch fails with a RuntimeError of its own."""
+    folder, _ = saved
+    path = folder / "talk.safetensors"
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    (first, last), shape = header["rows.0"]["data_offsets"], header["rows.0"]["shape"]
+    header["rows.0"]["dtype"] = "F4"
+    header["rows.0"]["shape"] = [*shape[:-1], shape[-1] * 2 * (last - first) // math.prod(shape)]
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+    answer = sessions_of(ModelDriver(t_cpu(), Settings()), folder).answer(RestoreSession("talk"))
+    assert not answer.done and "talk is damaged" in answer.error
 
 
 def test_a_cut_file_and_a_folder_that_is_gone_are_told(saved):
