@@ -179,7 +179,7 @@ def measure(args: argparse.Namespace, save: Callable[[dict], None]) -> None:
             work.prompt(length - done, done)
             done = length
         pages = work.spread(requests, length)
-        row = {"requests": requests, "context": length}
+        row: dict[str, float] = {"requests": requests, "context": length}
         row["ms"] = round(work.step_ms(work.replaying, pages, length), 3)
         if requests in args.eager:
             row["eager_ms"] = round(work.step_ms(work.eager, pages, length), 3)

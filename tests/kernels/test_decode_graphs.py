@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow):Runtime
 
 # What is served over kernels; torch's grouped products of fp32 wait for the host.
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
-NEAR = {"rtol": 3e-2, "atol": 6e-2} if HAS_GPU else {"rtol": 2e-4, "atol": 2e-4}
+RTOL, ATOL = (3e-2, 6e-2) if HAS_GPU else (2e-4, 2e-4)
 PAGE = 16
 PAGES = 40
 
@@ -90,13 +90,13 @@ class Bed:
         expected = self._eager(self.backends[0], self.storages[0], ids, spans, 0)
         replayed = self.graphs.forward(ids, spans)
         assert replayed is not None
-        torch.testing.assert_close(replayed, expected, **NEAR)
+        torch.testing.assert_close(replayed, expected, rtol=RTOL, atol=ATOL)
         for request in requests:
             self.lengths[request] += width
 
     def check_rows(self) -> None:
         eager, replayed = (s.latent_LSC[:, PAGE:] for s in self.storages)
-        torch.testing.assert_close(replayed, eager, **NEAR, equal_nan=True)
+        torch.testing.assert_close(replayed, eager, rtol=RTOL, atol=ATOL, equal_nan=True)
 
 
 def test_steps_of_changing_batches():

@@ -15,6 +15,7 @@ from minidsa.attention.base import IndexQuery
 from minidsa.attention.cached_rows import fp8_latents, index_pages
 from minidsa.attention.dense.torch_ref import TorchDenseBackend
 from minidsa.attention.dense.triton import TritonDenseBackend
+from minidsa.attention.kernels.fp8_rows import IndexPages
 from minidsa.attention.metadata import AttentionBatch
 from minidsa.attention.sparse.dsa import DsaBackend
 from minidsa.attention.sparse.selection import SelectionSize, new_selection
@@ -158,7 +159,9 @@ def test_selection_over_rows_in_fp8(is_extend):
     storage = CacheStorage(layout, 12, 16, torch.float32, DEVICE)
     slots = torch.arange(16, 12 * 16, device=DEVICE)
     fp8_latents(storage, 0).write(slots, normal(176, 128), normal(176, 32, seed=1))
-    index_pages(storage, 0).write(slots, normal(176, 128, seed=2))
+    pages = index_pages(storage, 0)
+    assert isinstance(pages, IndexPages)
+    pages.write(slots, normal(176, 128, seed=2))
     lengths, width = (14, 90), 3
     batch = AttentionBatch(
         num_extends=2 if is_extend else 0,

@@ -16,6 +16,7 @@ from attention_bed import TOPK, Bed, Chunk, assert_close
 from minidsa.attention.base import IndexQuery, Query
 from minidsa.attention.dense.torch_ref import TorchDenseBackend
 from minidsa.attention.sparse.dsa import DsaBackend
+from minidsa.attention.sparse.selection import Selection
 
 TESTS = Path(__file__).parents[1]
 
@@ -62,13 +63,13 @@ def test_s17_s45_s60_replay_after_a_larger_step_in_between():
     backend = dsa(bed)
     four, sixteen = ends(*[20 + 3 * i for i in range(4)]), ends(*[20 + 3 * i for i in range(16)])
     plan = backend.plan(bed.batch(four, 0, table_width=20))
-    assert plan.decodes is not None
+    assert isinstance(plan.decodes, Selection)
     addresses = [plan.decodes.positions_TK.data_ptr(), plan.decodes.slots.table_BL.data_ptr()]
     assert_close(bed.attend(backend, plan, four), bed.expected(four, TOPK))
     assert_close(bed.step(backend, sixteen), bed.expected(sixteen, TOPK))
     others = [dataclasses.replace(chunk) for chunk in sixteen[8:12]]
     plan = backend.plan(bed.batch(others, 0, table_width=20), out=plan)
-    assert plan.decodes is not None
+    assert isinstance(plan.decodes, Selection)
     out = bed.attend(backend, plan, others)
     assert torch.equal(out, bed.step(backend, others))
     assert_close(out, bed.expected(others, TOPK))

@@ -21,6 +21,7 @@ from minidsa.attention.kernels.reference import (
 from minidsa.attention.metadata import AttentionBatch
 from minidsa.attention.registry import choose
 from minidsa.attention.sparse.dsa import DsaBackend
+from minidsa.attention.sparse.selection import Selection
 from minidsa.kv_cache.layout import RowLayout
 from minidsa.kv_cache.storage import CacheStorage
 
@@ -496,7 +497,7 @@ def test_s35_writing_is_a_step_of_its_own():
 def test_s36_selection_buffer_has_one_type_and_width():
     bed = bed_of(40, 30)
     plan = dsa(bed).plan(bed.batch(ends(40, 30, width=2), 0))
-    assert plan.decodes is not None
+    assert isinstance(plan.decodes, Selection)
     ids = plan.decodes.positions_TK
     assert ids.dtype == torch.int64 and ids.shape == (4, TOPK) and ids.is_contiguous()
 

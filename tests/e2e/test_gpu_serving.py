@@ -1,15 +1,12 @@
 """tiny-dsa behind the real server on a GPU, with drafts: both backends, both formats of rows.
 
-pytest -m gpu tests/system/test_gpu_serving.py
+pytest -m gpu tests/e2e/test_gpu_serving.py
 """
 
-import sys
 from pathlib import Path
 
 import httpx
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 from server_process import ServerProcess
 
 pytestmark = pytest.mark.gpu
