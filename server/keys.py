@@ -117,6 +117,11 @@ def _read_file(path: Path) -> list[KeyEntry]:
     for name, entry in named.items():
         if not entry.key.strip():
             raise ValueError(f"api_key_file {path}: the key of {name} is empty")
+        if entry.key != entry.key.strip():
+            raise ValueError(
+                f"api_key_file {path}: the key of {name} begins or ends with a space, which a "
+                "header loses on its way"
+            )
         if min(entry.requests_per_minute, entry.requests_at_once) < 0:
             raise ValueError(f"api_key_file {path}: a limit of {name} is negative")
     if len({entry.key for entry in named.values()}) < len(named):

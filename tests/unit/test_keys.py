@@ -113,6 +113,7 @@ def test_the_bucket_fills_again_and_never_overflows():
         ("", "names no key"),
         ("[a]\n", "key"),
         ('[a]\nkey = ""', "the key of a is empty"),
+        ('[a]\nkey = " x"', "begins or ends with a space"),
         ('[a]\nkey = "x"\n[b]\nkey = "x"', "two names"),
         ('[a]\nkey = "x"\nrequests_per_minute = -1', "negative"),
         ('[a]\nkey = "x"\nrate = 1', "rate"),
