@@ -58,7 +58,9 @@ def test_s01_dense_side_is_picked_from_the_device_or_by_name():
     for choice in (on_cpu("auto"), on_cpu("torch")):
         backend = choice.build(bed_of(4).storage, TOPK)
         assert isinstance(backend, DsaBackend) and isinstance(backend.dense, TorchDenseBackend)
-    with pytest.raises(ValueError, match=r"'rocm' does not exist; there are: auto, dsa, triton, torch"):
+    with pytest.raises(
+        ValueError, match=r"'rocm' does not exist; there are: auto, dsa, triton, torch"
+    ):
         on_cpu("rocm")
 
 
