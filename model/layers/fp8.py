@@ -40,7 +40,7 @@ class Fp8Linear:
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         from ..kernels.fp8_linear import fp8_linear  # noqa: PLC0415 - only where triton is installed
-        from ..kernels.fp8_rows import quantise_rows  # noqa: PLC0415
+        from ..kernels.fp8_rows import quantise_rows  # noqa: PLC0415 - the same
 
         x = quantise_rows(x_TD)
         if len(x_TD) <= MOST_ROWS:
