@@ -130,7 +130,7 @@ class Sparse:
         return floor_us(moved, tokens * heads * TOPK * PAIR_FLOP)
 
     def entries(self, peer: Attended | None, others: Sequence[Tiling]) -> Iterator[Entry]:
-        usual = sparse_tiling(self.q_THX.shape[1], self.is_fp8)
+        usual = sparse_tiling(self.q_THX.shape[1], self.rows_SX, LATENT)
         yield from tiled(lambda tiling: partial(self.ours, tiling), self.check, usual, others)
         if peer is not None:
             yield Entry("FlashMLA", peer, partial(self.check, peer))
@@ -189,7 +189,7 @@ class Dense:
         return floor_us(moved, rows * self.length * PAIR_FLOP)
 
     def entries(self, peers: Peers, others: Sequence[Tiling]) -> Iterator[Entry]:
-        usual = decode_tiling(self.width * self.q_THX.shape[1], False)
+        usual = decode_tiling(self.width * self.q_THX.shape[1], self.rows_SX, LATENT)
         yield from tiled(self.ours, self.check, usual, others)
         if peers.has("flashmla"):
             peer = self.flash()

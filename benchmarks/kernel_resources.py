@@ -117,9 +117,10 @@ def decode(heads: int, is_fp8: bool, num_parts: int) -> None:
     lengths = [3000] * (300 if num_parts == 1 else 2)
     q = torch.zeros(len(lengths), heads, LATENT + ROPE, dtype=torch.bfloat16)
     table = torch.zeros(len(lengths), 64, dtype=torch.int32)
-    tiling = mla_decode.decode_tiling(heads, is_fp8)
+    rows = rows_of(is_fp8)
+    tiling = mla_decode.decode_tiling(heads, rows, LATENT)
     parts = mla_decode.DecodeParts.of(lengths, heads, tiling, q.device, MULTIPROCESSORS)
-    mla_decode.mla_decode(q, rows_of(is_fp8), table, PAGE, parts, LATENT)
+    mla_decode.mla_decode(q, rows, table, PAGE, parts, LATENT)
 
 
 def prefill(width: int, v_width: int, rounds: int) -> None:

@@ -47,10 +47,10 @@ class TritonPlan:
         if self.decode_parts is not None:
             self.decode_parts.refresh(batch.decodes.kv_lens)
 
-    def parts_of_decodes(self, heads: int, is_fp8: bool) -> DecodeParts:
+    def parts_of_decodes(self, heads: int, rows_SX: Tensor, latent_width: int) -> DecodeParts:
         if self.decode_parts is None:
             rows, device = self.batch.decode_width * heads, self.block_table_BP.device
-            tiling = decode_tiling(rows, is_fp8)
+            tiling = decode_tiling(rows, rows_SX, latent_width)
             self.decode_parts = DecodeParts.of(self.batch.decodes.kv_lens, rows, tiling, device)
         return self.decode_parts
 
@@ -95,7 +95,7 @@ class TritonDenseBackend:
             return q.nope_THN.new_empty(0, heads, layer.w_uv_HVC.shape[1])
         q_THX = absorbed_query(q.nope_THN, q.rope_THR, layer.w_uk_HNC, layer.scale)
         rows_SX = self.storage.latent_rows(layer.index, slice(None))
-        parts = plan.parts_of_decodes(heads, rows_SX.dtype == torch.uint8)
+        parts = plan.parts_of_decodes(heads, rows_SX, latent_width)
         table_BP = plan.block_table_BP[plan.batch.num_extends :]
         out_THC, _ = mla_decode(q_THX, rows_SX, table_BP, self.page_size, parts, latent_width)
         return unabsorb(out_THC, layer.w_uv_HVC)

@@ -16,7 +16,8 @@ jit: Callable[[Callable[..., Any]], Any] = triton.jit
 class Tiling:
     """Query rows and keys of a tile, latent columns of a group, warps and stages of loads.
 
-    programs: how many run on a multiprocessor at once.
+    programs: how many run on a multiprocessor at once. by_hand: of the kernel for Hopper
+    (`latent_hopper.py`) rather than the portable one.
     """
 
     rows: int
@@ -25,6 +26,7 @@ class Tiling:
     num_warps: int
     num_stages: int
     programs: int
+    by_hand: bool = False
 
 
 def ceil_div(a: int, b: int) -> int:

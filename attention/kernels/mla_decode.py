@@ -24,6 +24,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from . import latent_hopper
 from .fp8_rows import BLOCK
 from .latent_rows import RAISE, Queries, Rows, group_width, load_columns, load_rows
 from .launch import Tiling, ceil_div, jit, multiprocessors, power_of_two
@@ -110,12 +111,13 @@ def _attend_pages(
         tl.store(out_ptr + place[:, None] * C + c, out, mask=is_row[:, None] & (c < C))
 
 
-def decode_tiling(rows: int, is_fp8: bool) -> Tiling:
-    """For requests of so many query rows: the fastest on an H200 of what compiles without spills.
-
-    Of fp8 rows no time was taken.
-    """
+def decode_tiling(rows: int, rows_SX: Tensor, latent_width: int) -> Tiling:
+    """For requests of so many query rows over these cached rows: the fastest on an H200 of what
+    compiles without spills. Of fp8 rows no time was taken."""
+    is_fp8 = rows_SX.dtype == torch.uint8
     if rows > 32:
+        if latent_hopper.suits(rows_SX, latent_width):
+            return latent_hopper.TILING
         return Tiling(64, 64, BLOCK, 8, 3, 1) if is_fp8 else Tiling(64, 64, 256, 8, 2, 1)
     if rows > 16:
         return Tiling(32, 32, BLOCK, 8, 3, 1) if is_fp8 else Tiling(32, 64, 512, 8, 3, 1)
@@ -223,35 +225,13 @@ def mla_decode(
         part_lse_WM = lse_TH.new_empty(num_parts, parts.rows)
     if not tokens:
         return out_THC, lse_TH
-    _attend_pages[(num_parts * ceil_div(parts.rows, tiling.rows),)](
-        q.latent,
-        q.rope,
-        rows.latent_SC,
-        rows.rope_SR,
-        rows.scales_SG,
-        block_table_BP,
-        parts.lengths_B,
-        parts.parts_W3,
-        part_WMC,
-        part_lse_WM,
-        parts.rows,
-        heads,
-        q.latent.stride(1),
-        q.rope.stride(1),
-        rows.stride,
-        block_table_BP.stride(0),
-        page_size,
-        rows.unit,
-        latent_width,
-        width - latent_width,
-        group_width(latent_width, tiling.group),
-        max(16, power_of_two(width - latent_width)),
-        tiling.rows,
-        tiling.keys,
-        rows.is_fp8,
-        tiling.num_stages,
-        num_warps=tiling.num_warps,
-    )
+    if tiling.by_hand:
+        latent_hopper.attend_pages(
+            q, rows, block_table_BP, page_size, parts.lengths_B, parts.parts_W3, part_WMC,
+            part_lse_WM,
+        )  # fmt: skip
+    else:
+        _launch(q, rows, block_table_BP, page_size, parts, part_WMC, part_lse_WM)
     if is_split:
         shape = (len(block_table_BP), parts.rows)
         combine(
@@ -262,3 +242,39 @@ def mla_decode(
             lse_TH.view(shape),
         )
     return out_THC, lse_TH
+
+
+def _launch(
+    q: Queries, rows: Rows, block_table_BP: Tensor, page_size: int, parts: DecodeParts,
+    out: Tensor, lse: Tensor,
+) -> None:  # fmt: skip
+    tiling, latent_width, rope_width = parts.tiling, q.latent.shape[2], q.rope.shape[2]
+    _attend_pages[(len(parts.parts_W3) * ceil_div(parts.rows, tiling.rows),)](
+        q.latent,
+        q.rope,
+        rows.latent_SC,
+        rows.rope_SR,
+        rows.scales_SG,
+        block_table_BP,
+        parts.lengths_B,
+        parts.parts_W3,
+        out,
+        lse,
+        parts.rows,
+        q.latent.shape[1],
+        q.latent.stride(1),
+        q.rope.stride(1),
+        rows.stride,
+        block_table_BP.stride(0),
+        page_size,
+        rows.unit,
+        latent_width,
+        rope_width,
+        group_width(latent_width, tiling.group),
+        max(16, power_of_two(rope_width)),
+        tiling.rows,
+        tiling.keys,
+        rows.is_fp8,
+        tiling.num_stages,
+        num_warps=tiling.num_warps,
+    )

@@ -16,7 +16,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from minidsa.attention.kernels import indexer_logits_hopper, topk_triton
+from minidsa.attention.kernels import indexer_logits_hopper, latent_hopper, topk_triton
 from minidsa.attention.kernels.cache_write import (
     IndexWrite,
     LatentWrite,
@@ -30,6 +30,8 @@ from minidsa.attention.kernels.fp8_rows import (
     new_index_pages,
 )
 from minidsa.attention.kernels.indexer_logits import indexer_logits, query_groups
+from minidsa.attention.kernels.mla_decode import DecodeParts, decode_tiling, mla_decode
+from minidsa.attention.kernels.sparse_mla import sparse_mla
 from minidsa.attention.kernels.topk_triton import PagedSlots, select_top_k
 
 CPU = torch.device("cpu")
@@ -61,6 +63,18 @@ class CompileOnly:
 
     def launcher_cls(self, source: object, metadata: object) -> Callable[..., None]:
         return lambda *args: None
+
+
+def compile_attention() -> None:
+    table = torch.zeros(2, 4, dtype=torch.int32)
+    for dtype in (torch.bfloat16, torch.float16):
+        rows_SX, q_THX = torch.zeros(64, 576, dtype=dtype), torch.zeros(2, 64, 576, dtype=dtype)
+        for num_parts in (1, 2):
+            slots = torch.zeros(2, 2048, dtype=torch.int32)
+            sparse_mla(q_THX, rows_SX, slots, slots[:, 0], 512, num_parts=num_parts)
+            tiling = decode_tiling(64, rows_SX, 512)
+            parts = DecodeParts.of([200 * num_parts] * 2, 64, tiling, CPU, num_parts)
+            mla_decode(q_THX, rows_SX, table, 64, parts, 512)
 
 
 def compile_index_scores() -> None:
@@ -110,8 +124,14 @@ def main() -> None:
     triton.runtime.driver.set_active(driver)
     # What kernels are made for cannot be asked of a CPU tensor.
     indexer_logits_hopper.suits = lambda *args: True
+    latent_hopper.suits = lambda *args: True
     topk_triton.takes_assembly = lambda device: True
-    for compile_kernels in (compile_index_scores, compile_top_k, compile_cache_writes):
+    for compile_kernels in (
+        compile_attention,
+        compile_index_scores,
+        compile_top_k,
+        compile_cache_writes,
+    ):
         compile_kernels()
 
 

@@ -85,7 +85,7 @@ def test_decode_of_1_to_160k_tokens(heads, width):
         taken += needed
         rows[slots_of(table[request], length)] = normal(length, X, scale=0.3)
     q = normal(len(lengths) * width, heads, X, scale=X**-0.5)
-    tiling = decode_tiling(width * heads, False)
+    tiling = decode_tiling(width * heads, rows, C)
     parts = DecodeParts.of(lengths, width * heads, tiling, CUDA)
     with poisoned():
         out, lse = mla_decode(q, rows, table, PAGE, parts, C)
@@ -101,6 +101,26 @@ def test_decode_of_1_to_160k_tokens(heads, width):
             )
             assert_near(out[row], expected, BF16)
             assert_lse(lse[row], expected_lse, BF16)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("heads", [33, 65, 100])
+def test_odd_heads_and_queries_that_see_nothing(heads, dtype):
+    """Of five queries one has no slots and one only holes, and both are NaN themselves."""
+    rows = normal(500, X, scale=0.3).to(dtype)
+    q = normal(5, heads, X, scale=X**-0.5).to(dtype)
+    q[1:3] = torch.nan
+    slots = torch.randint(0, 500, (5, 300), device=CUDA).int()
+    slots[2] = -1
+    counts = torch.tensor([300, 0, 300, 1, 129], device=CUDA)
+    expected, expected_lse = sparse_attention(q, rows, slots, counts, C)
+    for parts in (1, 3):
+        with poisoned():
+            out, lse = sparse_mla(q, rows, slots, counts, C, num_parts=parts)
+        assert not out[1:3].any() and (lse[1:3] == -torch.inf).all()
+        seen = [0, 3, 4]
+        assert_near(out[seen], expected[seen], dtype)
+        assert_lse(lse[seen], expected_lse[seen], dtype)
 
 
 def slots_of(pages: torch.Tensor, length: int) -> torch.Tensor:

@@ -60,7 +60,7 @@ on_chips = pytest.mark.parametrize("processors", [1, 24])
 def test_decode(processors, page_size, dtype, lengths):
     dtype = DTYPES[dtype]
     pages = Pages(lengths, page_size, dtype)
-    parts = DecodeParts.of(lengths, 3, decode_tiling(3, False), DEVICE, processors)
+    parts = DecodeParts.of(lengths, 3, decode_tiling(3, pages.rows, C), DEVICE, processors)
     pages.check(normal(len(lengths), 3, C + R, dtype=dtype), parts, 1, dtype)
 
 
@@ -72,14 +72,15 @@ def test_verify_rows_are_causal_among_themselves(processors, width, heads):
     lengths = (width, 64 + width // 2, 130, 0)
     pages = Pages(lengths, 16, dtype)
     parts = DecodeParts.of(
-        lengths, width * heads, decode_tiling(width * heads, False), DEVICE, processors
+        lengths, width * heads, decode_tiling(width * heads, pages.rows, C), DEVICE, processors
     )
     pages.check(normal(4 * width, heads, C + R, dtype=dtype), parts, width, dtype)
 
 
 def test_refreshed_parts_serve_other_lengths():
     dtype = DTYPES[0]
-    parts = DecodeParts.of((300, 300, 300), 3, decode_tiling(3, False), DEVICE, 8)
+    rows = Pages((300,), 16, dtype).rows
+    parts = DecodeParts.of((300, 300, 300), 3, decode_tiling(3, rows, C), DEVICE, 8)
     tensors = (parts.parts_W3, parts.first_B, parts.lengths_B)
     assert len(parts.parts_W3) > 3
     for lengths in ((300, 300, 300), (1, 0, 640), (700, 90, 64)):
@@ -98,7 +99,7 @@ def test_padding_requests_give_zeros_even_if_their_queries_are_nan(processors):
     q = normal(6, 3, C + R, dtype=dtype)
     q[:2] = torch.nan
     with poisoned():
-        parts = DecodeParts.of((0, 200, 0), 6, decode_tiling(6, False), DEVICE, processors)
+        parts = DecodeParts.of((0, 200, 0), 6, decode_tiling(6, pages.rows, C), DEVICE, processors)
         out, lse = mla_decode(q, pages.rows, pages.table, 16, parts, C)
     assert not out[:2].any() and not out[4:].any() and (lse[:2] == -torch.inf).all()
     assert out.isfinite().all()
@@ -111,7 +112,7 @@ def test_fp8_rows(processors):
     packed = fp8_rows(pages.rows, latent)
     packed.rows_SX[pages.rows[:, 0].isnan()] = 0xFF
     q = (normal(3, 5, latent + rope) * latent**-0.5).to(DTYPES[0])
-    parts = DecodeParts.of(lengths, 5, decode_tiling(5, True), DEVICE, processors)
+    parts = DecodeParts.of(lengths, 5, decode_tiling(5, packed.rows_SX, latent), DEVICE, processors)
     with poisoned():
         out, lse = mla_decode(q, packed.rows_SX, pages.table, 16, parts, latent)
     whole = packed.read(torch.arange(len(pages.rows), device=DEVICE))
@@ -123,7 +124,7 @@ def test_fp8_rows(processors):
 def test_what_does_not_fit_is_refused():
     dtype = DTYPES[0]
     pages = Pages((5, 6), 4, dtype)
-    parts = DecodeParts.of((5, 6), 3, decode_tiling(3, False), DEVICE)
+    parts = DecodeParts.of((5, 6), 3, decode_tiling(3, pages.rows, C), DEVICE)
     q = normal(2, 3, C + R, dtype=dtype)
     with pytest.raises(ValueError, match=r"2 requests of 3 rows .* got 1 tokens of 3 heads"):
         mla_decode(q[:1], pages.rows, pages.table, 4, parts, C)

@@ -1,0 +1,394 @@
+"""Latent attention of 64 query rows on Hopper: the work of `sparse_mla` and `mla_decode`, by hand.
+
+Three warp groups share a program. One fetches rows, two multiply: each scores every other tile of
+64 keys and keeps half of the columns of all sums, so the weights of a tile pass from the group that
+made them to the other one through shared memory. While one group is at its softmax the tensor cores
+work for the other (the schedule of FlashMLA's kernels for Hopper, Li and others, 2025).
+
+Shared memory holds the queries and two tiles, no more: a quarter of 64 keys times 256 columns
+(a "half" of a tile) is given back as soon as its last product is done, and a tile's weights lie
+where its rotary part was.
+
+Both callers differ in where a key's slot stands: in a list of slots (PAGE = 0) or in a row of the
+block table. Rows in fp8 are left to the portable kernels: to convert them on the way into shared
+memory was no faster (1.77 of FlashMLA's time at 64 requests, 1.74 there).
+
+The floors are told in `sparse_mla.py` and `mla_decode.py`. Measured on an H200 at 128 heads: decode
+over 2048 slots takes 0.8 of the time of FlashMLA over fp8 rows (64 and 128 requests), prefill 1.25
+of FlashMLA's, dense decode 1.06.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .latent_rows import Queries, Rows
+from .launch import Tiling, ceil_div
+
+LATENT, ROPE = 512, 64
+# Query rows of a program; keys come in pairs of tiles of 64.
+TILING = Tiling(64, 128, 256, 4, 2, 1, by_hand=True)
+# Of a thread of the second multiplying and of the fetching warp group.
+REGISTERS = gl.constexpr((208, 88))
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+# Triton 3.7 renamed it.
+_barrier: Any = getattr(gl, "barrier", None) or gl.thread_barrier  # pyright: ignore
+# To a type checker a kernel is anything, as in `launch`.
+_jit = cast(Any, gluon.jit)
+
+
+def suits(rows_SX: Tensor, latent_width: int) -> bool:
+    """Rows of 512 + 64 elements of 16 bits that begin at multiples of 16 bytes, on a GPU of compute
+    capability 9."""
+    width, dtype = rows_SX.shape[1], rows_SX.dtype
+    usual = (latent_width, width) == (LATENT, LATENT + ROPE)
+    aligned = rows_SX.stride(0) % 8 == 0 == rows_SX.data_ptr() % 16
+    is_hopper = rows_SX.is_cuda and torch.cuda.get_device_capability(rows_SX.device)[0] == 9
+    return usual and dtype in (torch.bfloat16, torch.float16) and aligned and is_hopper
+
+
+def attend_slots(
+    q: Queries, rows: Rows, slots_TK: Tensor, counts_T: Tensor, out: Tensor, lse: Tensor, parts: int
+) -> None:
+    """As the kernel of `sparse_mla`: `parts` programs share a query's slots."""
+    tokens, heads, _ = q.latent.shape
+    columns = slots_TK.shape[1]
+    _attend[(tokens * parts * ceil_div(heads, 64),)](
+        q.latent, q.rope, rows.latent_SC, rows.rope_SR, slots_TK, counts_T, counts_T, out, lse,
+        heads, heads, columns, parts,
+        ceil_div(ceil_div(columns, TILING.keys), parts) * TILING.keys,
+        q.latent.stride(1), q.rope.stride(1), rows.stride, slots_TK.stride(0),
+        PAGE=0, num_warps=TILING.num_warps,
+    )  # fmt: skip
+
+
+def attend_pages(
+    q: Queries, rows: Rows, table_BP: Tensor, page_size: int, lengths_B: Tensor, parts_W3: Tensor,
+    out: Tensor, lse: Tensor,
+) -> None:  # fmt: skip
+    """As the kernel of `mla_decode`."""
+    tokens, heads, _ = q.latent.shape
+    query_rows = tokens // len(table_BP) * heads
+    _attend[(len(parts_W3) * ceil_div(query_rows, 64),)](
+        q.latent, q.rope, rows.latent_SC, rows.rope_SR, table_BP, lengths_B, parts_W3, out, lse,
+        query_rows, heads, 0, 0, 0,
+        q.latent.stride(1), q.rope.stride(1), rows.stride, table_BP.stride(0),
+        PAGE=page_size, num_warps=TILING.num_warps,
+    )  # fmt: skip
+
+
+@_jit
+def _slots(source_ptr, begin, last, PAGE: gl.constexpr, layout: gl.constexpr):
+    """Slots of the 64 keys from `begin` on; below 0 for those that do not count."""
+    n = begin + gl.arange(0, 64, layout=layout)
+    if PAGE == 0:
+        slot = gl.load(source_ptr + n, mask=n < last, other=-1).to(gl.int64)
+    else:
+        page = gl.load(source_ptr + n // PAGE, mask=n < last, other=0).to(gl.int64)
+        slot = gl.where(n < last, page * PAGE + n % PAGE, -1)
+    return slot
+
+
+@_jit
+def _fetch_queries(q_ptr, q_rope_ptr, rows_left, stride_q, stride_q_rope, tiles, barriers):
+    q, q_rope, _, _ = tiles
+    of_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # pyright: ignore
+    m = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, of_rows)).to(gl.int64), 1)
+    column = gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(0, of_rows)), 0)
+    rope_column = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, of_rows)), 0)
+    for half in gl.static_range(2):
+        q_half = q_ptr + m * stride_q + (column + half * 256)
+        async_copy.async_copy_global_to_shared(q.index(half), q_half, mask=m < rows_left)
+    async_copy.async_copy_global_to_shared(
+        q_rope.index(0), q_rope_ptr + m * stride_q_rope + rope_column, mask=m < rows_left
+    )
+    async_copy.mbarrier_arrive(barriers[3], increment_count=False)
+
+
+@_jit
+def _fetch(
+    latent_ptr, rope_ptr, source_ptr, first, last, pairs, stride, tiles, barriers,
+    PAGE: gl.constexpr,
+):  # fmt: skip
+    """Copy the four halves of each pair of tiles, each as soon as it was given back."""
+    _, _, latent, rope = tiles
+    full, empty, _, _ = barriers
+    of_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # pyright: ignore
+    row: gl.constexpr = gl.SliceLayout(1, of_rows)
+    column = gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(0, of_rows)), 0)
+    rope_column = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, of_rows)), 0)
+    slot = _slots(source_ptr, first, last, PAGE, row)
+    for i in range(pairs):
+        for tile in gl.static_range(2):
+            # The next tile's slots are under way while this one's rows are.
+            begin = first + i * 128 + tile * 64
+            following = _slots(source_ptr, begin + 64, last, PAGE, row)
+            counts = gl.expand_dims(slot >= 0, 1)
+            place = gl.expand_dims(slot * stride, 1)
+            for half in gl.static_range(2):
+                at = 2 * tile + half
+                mbarrier.wait(empty.index(at), (i & 1) ^ 1)
+                # Who gives back the second half of tile 0 or the first one of tile 1 is the last to
+                # read the tile's weights, which lie in the rotary part.
+                if half != tile:
+                    async_copy.async_copy_global_to_shared(
+                        rope.index(tile), rope_ptr + place * 8 + rope_column, mask=counts
+                    )
+                async_copy.async_copy_global_to_shared(
+                    latent.index(at), latent_ptr + place * 8 + (column + half * 256), mask=counts
+                )
+                async_copy.mbarrier_arrive(full.index(at), increment_count=False)
+            slot = following
+
+
+@_jit
+def _serve(
+    q_ptr, q_rope_ptr, latent_ptr, rope_ptr, source_ptr, rows_left, first, last, pairs,
+    stride_q, stride_q_rope, stride, tiles, barriers, PAGE: gl.constexpr,
+):  # fmt: skip
+    """The fetching warp group."""
+    _fetch_queries(q_ptr, q_rope_ptr, rows_left, stride_q, stride_q_rope, tiles, barriers)
+    _fetch(latent_ptr, rope_ptr, source_ptr, first, last, pairs, stride, tiles, barriers, PAGE)
+
+
+@_jit
+def _scores(q, q_rope, latent, rope, full, i, zeros, TILE: gl.constexpr):
+    """The products of all queries and the keys of a tile, under way as its halves arrive."""
+    phase = i & 1
+    # 0, which the compiler cannot know: it would keep where the queries lie in 72 registers.
+    nought = i >> 30
+    mbarrier.wait(full.index(2 * TILE), phase)
+    fence_async_shared()
+    scores = warpgroup_mma(
+        q.index(nought), latent.index(2 * TILE).permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+    mbarrier.wait(full.index(2 * TILE + 1), phase)
+    fence_async_shared()
+    scores = warpgroup_mma(
+        q.index(nought + 1), latent.index(2 * TILE + 1).permute((1, 0)), scores, is_async=True
+    )
+    return warpgroup_mma(
+        q_rope.index(nought), rope.index(TILE).permute((1, 0)), scores, is_async=True
+    )
+
+
+@_jit
+def _base(largest):
+    # Nothing seen so far: any finite number will do instead of -inf - -inf.
+    return gl.where(largest == float("-inf"), 0.0, largest)
+
+
+@_jit
+def _shrink(acc, factor):
+    layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    return acc * gl.expand_dims(gl.convert_layout(factor, layout), 1)
+
+
+@_jit
+def _multiply(
+    source_ptr, out_ptr, lse_ptr, place, rows_left, first, last, bound, slope, heads, pairs, write,
+    tiles, barriers, largest_of, total_of,
+    TILE: gl.constexpr, PAGE: gl.constexpr,
+):  # fmt: skip
+    """A multiplying warp group: scores of tile TILE of each pair, half TILE of the sums."""
+    q, q_rope, latent, rope = tiles
+    full, empty, ready, q_full = barriers
+    of_scores: gl.constexpr = gl.NVMMADistributedLayout(  # pyright: ignore
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
+    )
+    of_sums: gl.constexpr = gl.NVMMADistributedLayout(  # pyright: ignore
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16]
+    )
+    of_weights: gl.constexpr = gl.DotOperandLayout(0, of_sums, 2)  # pyright: ignore
+    row: gl.constexpr = gl.SliceLayout(1, of_scores)
+    key: gl.constexpr = gl.SliceLayout(0, of_scores)
+    zeros = gl.zeros((64, 64), gl.float32, of_scores)
+    acc = gl.zeros((64, 256), gl.float32, of_sums)
+    largest = gl.full((64,), float("-inf"), gl.float32, row)
+    total = gl.zeros((64,), gl.float32, row)
+    m = gl.arange(0, 64, layout=row)
+    # Behind the last key of a part, or behind the key of the row's own token.
+    visible = gl.minimum(last, bound + (m + slope) // heads)
+    dtype: gl.constexpr = latent.dtype
+    weights_of = rope._reinterpret(dtype, [2, 64, 64], rope.layout)
+    mbarrier.wait(q_full, 0)
+    for i in range(pairs):
+        phase = i & 1
+        begin = first + i * 128 + TILE * 64
+        if PAGE == 0:
+            seen = gl.expand_dims(_slots(source_ptr, begin, last, 0, key) >= 0, 0)
+        else:
+            n = begin + gl.arange(0, 64, layout=key)
+            seen = gl.expand_dims(n, 0) < gl.expand_dims(visible, 1)
+        scores = _scores(q, q_rope, latent, rope, full, i, zeros, TILE)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        scores = gl.where(seen, scores * LOG2E, float("-inf"))
+        reached = gl.max(scores, 1)
+        if TILE == 0:
+            reached = gl.maximum(largest, reached)
+            base = _base(reached)
+            shrink = gl.exp2(largest - base)
+        else:
+            mbarrier.wait(ready.index(0), phase)
+            before = largest_of.index(0).load(row)
+            shrink = gl.exp2(largest - _base(before))
+            total = total * shrink
+            acc = _shrink(acc, shrink)
+            acc = warpgroup_mma(weights_of.index(0), latent.index(1), acc, is_async=True)
+            reached = gl.maximum(before, reached)
+            base = _base(reached)
+            shrink = gl.exp2(before - base)
+        weights = gl.exp2(scores - gl.expand_dims(base, 1))
+        total = total * shrink + gl.sum(weights, 1)
+        largest = reached
+        weights = weights.to(dtype)
+        # All warps have read the rotary part.
+        _barrier()
+        weights_of.index(TILE).store(weights)
+        largest_of.index(TILE).store(largest)
+        fence_async_shared()
+        _barrier()
+        mbarrier.arrive(ready.index(TILE), count=1)
+        if TILE == 1:
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            _barrier()
+            mbarrier.arrive(empty.index(1), count=1)
+        acc = _shrink(acc, shrink)
+        weights = gl.convert_layout(weights, of_weights)
+        acc = warpgroup_mma(weights, latent.index(3 * TILE), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        _barrier()
+        mbarrier.arrive(empty.index(3 * TILE), count=1)
+        if TILE == 0:
+            mbarrier.wait(ready.index(1), phase)
+            reached = largest_of.index(1).load(row)
+            shrink = gl.exp2(largest - _base(reached))
+            total = total * shrink
+            largest = reached
+            acc = _shrink(acc, shrink)
+            acc = warpgroup_mma(weights_of.index(1), latent.index(2), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            _barrier()
+            mbarrier.arrive(empty.index(2), count=1)
+
+    total_of.index(TILE).store(total)
+    _barrier()
+    mbarrier.arrive(ready.index(2 + TILE), count=1)
+    mbarrier.wait(ready.index(3 - TILE), 0)
+    total += total_of.index(1 - TILE).load(row)
+    some = total > 0.0
+    divisor = gl.where(some, total, 1.0)
+    if TILE == 0:
+        lse = gl.where(some, (largest + gl.log2(divisor)) * LN2, float("-inf"))
+        gl.store(lse_ptr + place + m, lse, mask=m < rows_left)
+    acc = _shrink(acc, 1.0 / divisor)
+    out_type: gl.constexpr = out_ptr.dtype.element_ty
+    if out_type == gl.float32:
+        _store(out_ptr, acc, place, rows_left, write, TILE)
+    else:
+        # This half of tile 0 has no other readers any more.
+        room = latent.index(TILE)._reinterpret(out_type, [64, 256], latent.layout)
+        room.store(acc.to(out_type))
+        of_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # pyright: ignore
+        _barrier()
+        _store(out_ptr, room.load(of_rows), place, rows_left, write, TILE)
+
+
+@_jit
+def _store(out_ptr, values, place, rows_left, write, TILE: gl.constexpr):
+    layout: gl.constexpr = values.type.layout
+    m = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, layout)), 1)
+    c = gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(0, layout)), 0)
+    gl.store(out_ptr + (place + m) * 512 + (c + 256 * TILE), values, mask=(m < rows_left) & write)
+
+
+@_jit
+def _attend(
+    q_ptr, q_rope_ptr, latent_ptr, rope_ptr, source_ptr, bounds_ptr, parts_ptr,
+    out_ptr, lse_ptr, rows, heads, columns, parts, part_length,
+    stride_q, stride_q_rope, stride, stride_source,
+    PAGE: gl.constexpr,
+):  # fmt: skip
+    """A program takes 64 rows of a query (request) and a part of its keys."""
+    row_blocks = gl.cdiv(rows, 64)
+    block = gl.program_id(0) % row_blocks
+    part = gl.program_id(0) // row_blocks
+    if PAGE == 0:
+        own = part // parts
+        first = part % parts * part_length
+        last = gl.minimum(gl.load(bounds_ptr + own).to(gl.int32), columns)
+        last = gl.minimum(last, first + part_length)
+        bound = columns
+        rows_left = rows - block * 64
+        # An empty part of several is not read, see `combine`.
+        write = (first < last) | (parts == 1)
+    else:
+        own = gl.load(parts_ptr + part * 3)
+        first = gl.load(parts_ptr + part * 3 + 1)
+        last = gl.load(parts_ptr + part * 3 + 2)
+        write = own >= 0
+        rows_left = gl.where(write, rows - block * 64, 0)
+        own = gl.maximum(own, 0)
+        bound = gl.load(bounds_ptr + own) - rows // heads + 1
+    own = own.to(gl.int64)
+    source_ptr += own * stride_source
+    q_ptr += (own * rows + block * 64) * stride_q
+    q_rope_ptr += (own * rows + block * 64) * stride_q_rope
+    place = part.to(gl.int64) * rows + block * 64
+    pairs = (gl.maximum(last - first, 0) + 127) // 128
+
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(  # pyright: ignore
+        swizzle_byte_width=128, element_bitwidth=16, rank=2
+    )
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])  # pyright: ignore
+    dtype: gl.constexpr = latent_ptr.dtype.element_ty
+    q = gl.allocate_shared_memory(dtype, [2, 64, 256], swizzled)
+    q_rope = gl.allocate_shared_memory(dtype, [1, 64, 64], swizzled)
+    latent = gl.allocate_shared_memory(dtype, [4, 64, 256], swizzled)
+    rope = gl.allocate_shared_memory(dtype, [2, 64, 64], swizzled)
+    largest_of = gl.allocate_shared_memory(gl.float32, [2, 64], flat)
+    total_of = gl.allocate_shared_memory(gl.float32, [2, 64], flat)
+    full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for at in gl.static_range(4):
+        # Every fetching thread says when its own copies are done.
+        mbarrier.init(full.index(at), count=128)
+        mbarrier.init(empty.index(at), count=1)
+        mbarrier.init(ready.index(at), count=1)
+    mbarrier.init(q_full, count=128)
+    fence_async_shared()
+    tiles = (q, q_rope, latent, rope)
+    barriers = (full, empty, ready, q_full)
+    FIRST: gl.constexpr = 0
+    SECOND: gl.constexpr = 1
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                source_ptr, out_ptr, lse_ptr, place, rows_left, first, last, bound, block * 64,
+                heads, pairs, write, tiles, barriers, largest_of, total_of, FIRST, PAGE,
+            )),
+            (_multiply, (
+                source_ptr, out_ptr, lse_ptr, place, rows_left, first, last, bound, block * 64,
+                heads, pairs, write, tiles, barriers, largest_of, total_of, SECOND, PAGE,
+            )),
+            (_serve, (
+                q_ptr, q_rope_ptr, latent_ptr, rope_ptr, source_ptr, rows_left, first, last, pairs,
+                stride_q, stride_q_rope, stride, tiles, barriers, PAGE,
+            )),
+        ],
+        [4, 4],
+        REGISTERS,
+    )  # fmt: skip
