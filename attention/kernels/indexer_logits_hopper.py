@@ -30,6 +30,9 @@ from .launch import ceil_div
 
 PAGE, WIDTH = 64, 128
 STAGES = 4
+# Pages between two moments at which the tensor cores have nothing of a program left to do. A loop
+# that leaves products under way from turn to turn is serialised by the assembler.
+UNROLL = 4
 ROWS_OF_PAGE: gl.constexpr = gl.constexpr(66)
 # Triton 3.7 renamed it.
 _barrier: Any = getattr(gl, "barrier", None) or gl.thread_barrier  # pyright: ignore
@@ -88,6 +91,7 @@ def indexer_logits_hopper(
         RUN=run,
         HEADS=heads,
         STAGES=STAGES,
+        UNROLL=UNROLL,
         num_warps=4,
     )
     return out_TL
@@ -106,6 +110,13 @@ def _fetch(values, table_ptr, index, full, keys, STAGES: gl.constexpr, count):
 
 
 @_jit
+def _multiply(keys, q, mma: gl.constexpr):
+    """Start the products of a page with half of the columns."""
+    zeros = gl.zeros((64, 128), gl.float32, mma)
+    return warpgroup_mma(keys, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@_jit
 def _store(
     products,
     weights,
@@ -113,18 +124,19 @@ def _store(
     out_ptr,
     out_stride,
     first_key,
-    first,
-    end,
     visible,
     HEADS: gl.constexpr,
 ):
-    """Epilogue of one half: the scores of 128 / HEADS queries for 64 keys."""
+    """Epilogue of one half: the scores of 128 / HEADS queries for 64 keys.
+
+    out_ptr, first_key and visible count from the run's first key and the half's first query.
+    """
     QUERIES: gl.constexpr = 128 // HEADS
     terms = gl.maximum(products, 0.0) * gl.expand_dims(weights, 0)
     scores = gl.sum(gl.reshape(terms, (64, QUERIES, HEADS)), 2)
     layout: gl.constexpr = scores.type.layout
     keys = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    queries = first + gl.arange(0, QUERIES, layout=gl.SliceLayout(0, layout))
+    queries = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, layout))
     seen = gl.convert_layout(visible, gl.SliceLayout(0, layout))
     scale = gl.convert_layout(scale, gl.SliceLayout(1, layout))
     scores = scores * gl.expand_dims(scale, 1)
@@ -153,6 +165,7 @@ def _logits(
     RUN: gl.constexpr,
     HEADS: gl.constexpr,
     STAGES: gl.constexpr,
+    UNROLL: gl.constexpr,
 ):
     """Program (g, c): the queries of group g against pages c * RUN ... of its request."""
     QUERIES: gl.constexpr = 128 // HEADS
@@ -191,59 +204,38 @@ def _logits(
         weights_a = gl.load(weights_ptr + columns, mask=columns < own, other=0.0)
         weights_b = gl.load(weights_ptr + 128 + columns, mask=columns + 128 < own, other=0.0)
         rows = gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
-        zeros = gl.zeros((64, 128), gl.float32, mma)
         page = gl.load(table_ptr).to(gl.int64)
         scale = gl.load(scales_ptr + page * scale_stride + rows)
+        out_a = out_ptr + first.to(gl.int64) * out_stride + begin * 64
+        out_b = out_a + out_stride * QUERIES
+        left_a = visible_a - begin * 64
+        left_b = visible_b - begin * 64
         mbarrier.wait(full.index(STAGES), 0)
-        for i in range(count):
+        for i in range(0, count, UNROLL):
             mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
-            acc_a = warpgroup_mma(
-                keys.index(i % STAGES),
-                q.index(0).permute((1, 0)),
-                zeros,
-                use_acc=False,
-                is_async=True,
-            )
-            acc_b = warpgroup_mma(
-                keys.index(i % STAGES),
-                q.index(1).permute((1, 0)),
-                zeros,
-                use_acc=False,
-                is_async=True,
-            )
-            following = gl.minimum(i + 1, count - 1)
-            page = gl.load(table_ptr + following).to(gl.int64)
-            next_scale = gl.load(scales_ptr + page * scale_stride + rows)
-            first_key = (begin + i) * 64
-            products = warpgroup_mma_wait(num_outstanding=1, deps=(acc_a,))
-            _store(
-                products,
-                weights_a,
-                scale,
-                out_ptr,
-                out_stride,
-                first_key,
-                first,
-                end,
-                visible_a,
-                HEADS,
-            )
-            products = warpgroup_mma_wait(num_outstanding=0, deps=(acc_b,))
-            # Every warp is done with this page.
-            _barrier()
-            _fetch(values, table_ptr, i + STAGES, full, keys, STAGES, count)
-            _store(
-                products,
-                weights_b,
-                scale,
-                out_ptr,
-                out_stride,
-                first_key,
-                first + QUERIES,
-                end,
-                visible_b,
-                HEADS,
-            )
-            scale = next_scale
+            acc_a = _multiply(keys.index(i % STAGES), q.index(0), mma)
+            acc_b = _multiply(keys.index(i % STAGES), q.index(1), mma)
+            for u in gl.static_range(UNROLL):
+                following = i + u + 1
+                stage = following % STAGES
+                page = gl.load(table_ptr + gl.minimum(following, count - 1)).to(gl.int64)
+                next_scale = gl.load(scales_ptr + page * scale_stride + rows)
+                key = (i + u) * 64
+                done_a = warpgroup_mma_wait(num_outstanding=1, deps=(acc_a,))
+                _store(done_a, weights_a, scale, out_a, out_stride, key, left_a, HEADS)
+                if u + 1 < UNROLL:
+                    is_there = following < count
+                    mbarrier.wait(full.index(stage), (following // STAGES) & 1, pred=is_there)
+                    acc_a = _multiply(keys.index(stage), q.index(0), mma)
+                    done_b = warpgroup_mma_wait(num_outstanding=1, deps=(acc_b,))
+                else:
+                    done_b = warpgroup_mma_wait(num_outstanding=0, deps=(acc_b,))
+                # Every warp is done with this page.
+                _barrier()
+                _fetch(values, table_ptr, i + u + STAGES, full, keys, STAGES, count)
+                _store(done_b, weights_b, scale, out_b, out_stride, key, left_b, HEADS)
+                if u + 1 < UNROLL:
+                    acc_b = _multiply(keys.index(stage), q.index(1), mma)
+                scale = next_scale
         for s in gl.static_range(STAGES + 1):
             mbarrier.invalidate(full.index(s))
