@@ -1,11 +1,12 @@
 """Decode steps and prompts of a slice of DeepSeek-V3.2 at full width on one GPU, without HTTP.
 
-    python -m benchmarks.slice [--layers 5] [--rows fp8] [--output FILE]
+    python -m benchmarks.slice [--layers 5] [--rows fp8] [--profile] [--output FILE]
 
 One dense layer and as many of experts as asked for, all 256 of them, with random fp8 weights made
 on the device, so that routing is spread. A step is what the server computes: `ModelRunner.run` with
 greedy sampling, from host lists to host tokens. Steps are replayed as CUDA graphs and, where
-`--eager` says so, launched one operation after the other. Each context holds rows of its own: one
+`--eager` says so, launched one operation after the other; `--profile` adds where the time of a step
+goes (`step_split.py`). Each context holds rows of its own: one
 prompt is computed, and its rows are copied to the pages of the other requests.
 
 The floor of a step is the bytes it must read: weights of the experts that are hit, and cached rows.
@@ -16,6 +17,7 @@ import json
 import time
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -23,6 +25,7 @@ import torch
 import triton
 
 from benchmarks.kernel_cases import BYTES_PER_US
+from benchmarks.step_split import Split, split, trace
 from minidsa.attention.registry import choose
 from minidsa.configs.sampling import SamplingParams
 from minidsa.kv_cache.storage import CacheStorage
@@ -115,17 +118,30 @@ class Slice:
         """Median of decode steps at one length; the first two are not counted."""
         times = []
         for step in range(steps + 2):
-            ids = torch.randint(self.vocab_size, (len(pages),)).tolist()
-            inputs = [
-                SequenceInput([token], length - 1, own, SampleInput(GREEDY, [1], []))
-                for token, own in zip(ids, pages, strict=True)
-            ]
+            inputs = self._inputs(pages, length)
             torch.cuda.synchronize()
             began = time.perf_counter()
             runner.run(inputs, 0)
             if step >= 2:
                 times.append(time.perf_counter() - began)
         return median(times) * 1e3
+
+    def step_split(self, pages: list[list[int]], length: int, steps: int = 4) -> Split:
+        """Where the time of a replayed step goes; `step_ms` was called before."""
+        inputs = [self._inputs(pages, length) for _ in range(steps)]
+        return split(trace(partial(self.replaying.run, i, 0)) for i in inputs)
+
+    def prompt_split(self) -> Split:
+        """Where the time of a prompt of one chunk goes."""
+        return split([trace(partial(self.prompt, CHUNK))])
+
+    def _inputs(self, pages: list[list[int]], length: int) -> list[SequenceInput]:
+        """A step of one new token a request."""
+        ids = torch.randint(self.vocab_size, (len(pages),)).tolist()
+        return [
+            SequenceInput([token], length - 1, own, SampleInput(GREEDY, [1], []))
+            for token, own in zip(ids, pages, strict=True)
+        ]
 
 
 def floor_ms(layers: int, requests: int, length: int, row_bytes: int) -> float:
@@ -145,19 +161,29 @@ def measure(args: argparse.Namespace, save: Callable[[dict], None]) -> None:
     work = Slice(model, tokens, args.rows)
     work.prompt(CHUNK)
     took = min(work.prompt(CHUNK) for _ in range(2))
-    save({"prompt": CHUNK, "tokens_per_second": round(CHUNK / took)})
+    row: dict = {"prompt": CHUNK, "tokens_per_second": round(CHUNK / took)}
+    save(row | profiled(work.prompt_split, args.profile))
     done = CHUNK
     for requests, length in sorted(DECODES, key=lambda case: case[1]):
         if length > done:
             work.prompt(length - done, done)
             done = length
         pages = work.spread(requests, length)
-        row: dict[str, float] = {"requests": requests, "context": length}
+        row = {"requests": requests, "context": length}
         row["ms"] = round(work.step_ms(work.replaying, pages, length), 3)
         if requests in args.eager:
             row["eager_ms"] = round(work.step_ms(work.eager, pages, length), 3)
         row["floor_ms"] = round(floor_ms(args.layers, requests, length, args.row_bytes), 3)
-        save(row)
+        save(row | profiled(partial(work.step_split, pages, length), args.profile))
+
+
+def profiled(measure_split: Callable[[], Split], wanted: bool) -> dict:
+    """The split's figures; its table is printed."""
+    if not wanted:
+        return {}
+    measured = measure_split()
+    print(measured.table(), flush=True)
+    return measured.as_row()
 
 
 def main() -> None:
@@ -165,6 +191,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--rows", choices=("auto", "fp8"), default="fp8")
     parser.add_argument("--eager", type=int, nargs="*", default=[1], help="batches to run so too")
+    parser.add_argument("--profile", action="store_true", help="where the time of a step goes")
     parser.add_argument("--output", type=Path, help="JSON file")
     args = parser.parse_args()
     args.row_bytes = 656 if args.rows == "fp8" else 1152
