@@ -43,13 +43,31 @@ class Shape(NamedTuple):
 
 @dataclass
 class Captured:
-    """One shape: the tensors that a step is written into, the plan over them, and the result."""
+    """One shape: the tensors that a step is written into, the plan over them, and the result.
+
+    pages: those of each request as they were written last; most steps change few of them.
+    """
 
     batch: AttentionBatch
     token_ids_T: Tensor
     plan: Plan
     replay: Run
     hidden_TD: Tensor
+    table_BP: Tensor
+    pages: list[list[int]]
+
+    def write_table(self, spans: Sequence[Span]) -> None:
+        """Bring the block table on the host up to date, and copy it if anything changed."""
+        table, room, changed = self.table_BP.numpy(), self.table_BP.shape[1], False
+        for row, written in enumerate(self.pages):
+            pages = list(spans[row].pages[:room]) if row < len(spans) else []
+            if pages != written:
+                table[row, : len(pages)] = pages
+                table[row, len(pages) :] = 0
+                self.pages[row] = pages
+                changed = True
+        if changed:
+            self.batch.block_table_BP.copy_(self.table_BP, non_blocking=True)
 
 
 class DecodeGraphs:
@@ -128,7 +146,11 @@ class DecodeGraphs:
         def run() -> None:
             hidden_TD.copy_(self._model.forward(token_ids_T, plan, self._backend, self._storage))
 
-        return Captured(batch, token_ids_T, plan, self._capture(run), hidden_TD)
+        table_BP = torch.zeros(
+            shape.requests, shape.pages, dtype=torch.int32, pin_memory=device.type == "cuda"
+        )
+        pages: list[list[int]] = [[] for _ in range(shape.requests)]
+        return Captured(batch, token_ids_T, plan, self._capture(run), hidden_TD, table_BP, pages)
 
     def _write(
         self, captured: Captured, shape: Shape, token_ids: Sequence[int], spans: Sequence[Span]
@@ -141,19 +163,15 @@ class DecodeGraphs:
             positions.extend(range(span.context_len, span.stop))
             slots += token_slots(span.pages, size, span.context_len, span.stop)
         rest = padding * shape.width
-        tables = [
-            [*span.pages[: shape.pages], *[0] * (shape.pages - len(span.pages))] for span in spans
-        ]
-        tables += [[0] * shape.pages] * padding
         contexts = (*(span.context_len for span in spans), *(-shape.width,) * padding)
         batch = captured.batch
         for target, values in (
             (captured.token_ids_T, [*token_ids, *[0] * rest]),
             (batch.positions_T, positions + [0] * rest),
             (batch.slots_T, slots + [i % size for i in range(rest)]),
-            (batch.block_table_BP, tables),
         ):
             target.copy_(torch.tensor(values, dtype=target.dtype), non_blocking=True)
+        captured.write_table(spans)
         step = AttentionBatch(
             num_extends=0,
             query_lens=batch.query_lens,

@@ -75,10 +75,10 @@ class DeepseekModel:
     ) -> Tensor:
         """Hidden states after the final norm, [T, D]; rows of the T tokens are in the cache."""
         step = self._step(plan, backend, storage)
-        x_TD = self.embedding(token_ids_T)
+        x_TD, delta_TD = self.embedding(token_ids_T), None
         for layer in self.layers:
-            x_TD = layer(x_TD, step)
-        return self.norm(x_TD)
+            delta_TD = layer(x_TD, delta_TD, step)
+        return self.norm.add(x_TD, delta_TD)
 
     def guess(
         self,

@@ -13,9 +13,9 @@ from torch import Tensor
 from ...kv_cache.storage import CacheStorage
 from ..base import MlaLayer, Plan, Query
 from ..cached_rows import latent_rows
+from ..kernels.absorb import absorb_queries, unabsorb_latents
 from ..kernels.mla_decode import DecodeParts, decode_tiling, mla_decode
 from ..kernels.mla_prefill import ExpandedKeys, PrefillRound, mla_prefill, prefill_rounds
-from ..kernels.reference import absorbed_query, unabsorb
 from ..kernels.sparse_mla import sparse_mla
 from ..metadata import AttentionBatch
 from ..slots import RequestSlots
@@ -93,12 +93,12 @@ class TritonDenseBackend:
         heads, _, latent_width = layer.w_uk_HNC.shape
         if not len(q.nope_THN):
             return q.nope_THN.new_empty(0, heads, layer.w_uv_HVC.shape[1])
-        q_THX = absorbed_query(q.nope_THN, q.rope_THR, layer.w_uk_HNC, layer.scale)
+        q_THX = absorb_queries(q.nope_THN, q.rope_THR, layer.w_uk_HNC, layer.scale)
         rows_SX = self.storage.latent_rows(layer.index, slice(None))
         parts = plan.parts_of_decodes(heads, rows_SX, latent_width)
         table_BP = plan.block_table_BP[plan.batch.num_extends :]
         out_THC, _ = mla_decode(q_THX, rows_SX, table_BP, self.page_size, parts, latent_width)
-        return unabsorb(out_THC, layer.w_uv_HVC)
+        return unabsorb_latents(out_THC, layer.w_uv_HVC)
 
     def prefill(self, layer: MlaLayer, q: Query, plan: Plan) -> Tensor:
         plan = _own(plan)

@@ -136,8 +136,8 @@ class DsaBackend:
             return new_selection(part, self.size, self.page_size, is_extend=is_extend)
         from .slot_selection import SlotSelection  # noqa: PLC0415 - as in `_score_room`
 
-        size = (self.size.topk, self.page_size)
-        return SlotSelection.of(part, *size, self._scores_X, is_extend=is_extend)
+        inputs = (self.size.topk, self.storage, self._scores_X)
+        return SlotSelection.of(part, *inputs, is_extend=is_extend)
 
     def _is_sparse(self, part: Part) -> bool:
         return len(part) > 0 and self.selects(part.longest)
@@ -160,11 +160,11 @@ class DsaBackend:
     def _attend(self, layer: MlaLayer, q: Query, selection: "Selection | SlotSelection") -> Tensor:
         q.require(selection.part.num_tokens, self.storage.dtype)
         self._score(layer.index, q, selection)
-        q_THX = absorbed_query(q.nope_THN, q.rope_THR, layer.w_uk_HNC, layer.scale)
         if self.dense.slot_attention is not None:
-            return self._attend_in_place(layer, q_THX, selection, self.dense.slot_attention)
+            return self._attend_in_place(layer, q, selection, self.dense.slot_attention)
         if not isinstance(selection, Selection):
             raise TypeError("slots were selected for a backend that attends to none in place")
+        q_THX = absorbed_query(q.nope_THN, q.rope_THR, layer.w_uk_HNC, layer.scale)
         tokens, heads, width = q_THX.shape
         keys = -(-self.size.topk // BLOCK) * BLOCK
         # A query's rows, the scores of all heads, their softmax, and a sum for each block of keys.
@@ -199,18 +199,22 @@ class DsaBackend:
     def _attend_in_place(
         self,
         layer: MlaLayer,
-        q_THX: Tensor,
+        q: Query,
         selection: "Selection | SlotSelection",
         attend: SlotAttention,
     ) -> Tensor:
-        rows_SX = self.storage.latent_rows(layer.index, slice(None))
+        from ..kernels.absorb import absorb_queries, unabsorb_latents  # noqa: PLC0415 - as above
+
+        q_THX = absorb_queries(q.nope_THN, q.rope_THR, layer.w_uk_HNC, layer.scale)
         if isinstance(selection, Selection):
+            rows_SX = self.storage.latent_rows(layer.index, slice(None))
             slots_TK = selection.slots_of(slice(0, len(q_THX)))
         else:
+            rows_SX = selection.rows(layer.index, self.storage)
             slots_TK = selection.slots_TK
         width = layer.w_uk_HNC.shape[2]
         out_THC, _ = attend(q_THX, rows_SX, slots_TK, selection.visible_T, width)
-        return unabsorb(out_THC, layer.w_uv_HVC)
+        return unabsorb_latents(out_THC, layer.w_uv_HVC)
 
     def _attend_rows(
         self, layer: MlaLayer, q_THX: Tensor, selection: Selection, rows: slice

@@ -2,6 +2,9 @@
 
 Every query is scored, those that see at most K keys too: their choice comes out the same, and the
 work of a decode then depends on nothing but its shape.
+
+A row in fp8 that many queries of a prompt read is converted once: a layer's rows of the part are
+copied in the model's format, and the selection is of places in that copy.
 """
 
 from dataclasses import dataclass
@@ -12,17 +15,20 @@ from torch import Tensor
 
 from ...kv_cache.storage import CacheStorage
 from ..base import IndexQuery
-from ..cached_rows import index_pages
+from ..cached_rows import expand_rows, index_pages
 from ..kernels.cache_write import quantise_index_queries
 from ..kernels.fp8_rows import IndexPages
 from ..kernels.index_select import SelectionPlan, plan_selection, select_keys
 from ..kernels.launch import power_of_two
 from ..kernels.topk_triton import K_MAX
 from ..metadata import Part
+from ..workspace import EXPANDED_BYTES
 
 # The least that a side of a tensor core's product has.
 FEWEST = 16
 MOST_HEADS = 256
+# Queries of a part from which on fp8 rows are converted once for all of them.
+MANY_QUERIES = 64
 
 
 def suits(storage: CacheStorage, topk: int) -> bool:
@@ -36,7 +42,8 @@ class SlotSelection:
     """slots_TK: int32 cache slots, by ascending position, -1 behind; refreshed in place.
 
     workspace_X: fp32, for the scores of one chunk of queries. table_BP: a copy of the block table,
-    reach: tokens it can hold of a request. scored_in: as in `Selection`.
+    reach: tokens it can hold of a request. scored_in: as in `Selection`. expands: slots are places
+    in a copy of the part's rows, the requests' one behind the other.
     """
 
     part: Part
@@ -45,18 +52,26 @@ class SlotSelection:
     slots_TK: Tensor
     table_BP: Tensor
     reach: int
+    expands: bool = False
     scored_in: int | None = None
     plan: SelectionPlan | None = None
 
     @classmethod
     def of(
-        cls, part: Part, topk: int, page_size: int, workspace_X: Tensor, *, is_extend: bool
+        cls, part: Part, topk: int, storage: CacheStorage, workspace_X: Tensor, *, is_extend: bool
     ) -> "SlotSelection":
         table_BP = part.block_table_BP.clone()
         shape = (part.num_tokens, topk)
         slots_TK = torch.empty(shape, dtype=torch.int32, device=table_BP.device)
-        reach = table_BP.shape[1] * page_size
-        return cls(part, is_extend, workspace_X, slots_TK, table_BP, reach)
+        reach = table_BP.shape[1] * storage.page_size
+        row_bytes = storage.layout.latent_width * storage.dtype.itemsize
+        expands = (
+            is_extend
+            and storage.layout.is_fp8
+            and part.num_tokens >= MANY_QUERIES
+            and len(part) * reach * row_bytes <= EXPANDED_BYTES
+        )
+        return cls(part, is_extend, workspace_X, slots_TK, table_BP, reach, expands)
 
     @property
     def visible_T(self) -> Tensor:
@@ -90,8 +105,18 @@ class SlotSelection:
                 columns=None if self.is_extend else self.reach,
             )
         out_TK, table_BP = self.slots_TK, self.table_BP
-        select_keys(self.plan, q_TnD, weights_Tn, pages, table_BP, out_TK, as_slots=True)
+        as_slots = not self.expands
+        select_keys(self.plan, q_TnD, weights_Tn, pages, table_BP, out_TK, as_slots=as_slots)
+        if self.expands and len(self.part) > 1:
+            first_T1 = self.plan.request_T.unsqueeze(1) * self.reach
+            torch.where(out_TK < 0, out_TK, out_TK + first_T1, out=out_TK)
         self.scored_in = layer
+
+    def rows(self, layer: int, storage: CacheStorage) -> Tensor:
+        """What slots_TK points into: all rows of the layer, or a copy of the part's."""
+        if not self.expands:
+            return storage.latent_rows(layer, slice(None))
+        return expand_rows(storage, layer, self.table_BP)
 
 
 def _whole_heads(q_TnD: Tensor, weights_Tn: Tensor) -> tuple[Tensor, Tensor]:

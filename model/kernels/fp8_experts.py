@@ -7,7 +7,8 @@ some rows of its weight. Nothing waits for the host: the grid is as large as it 
 and programs without a tile leave. For a pair the sums have one fixed order whatever stands beside
 it, and the pairs of a token are added in the order of its choice.
 
-- `group_pairs`: where each pair stands when pairs are sorted by expert, and the tiles of each.
+- `group_pairs`: where each pair stands when pairs are sorted by expert, and the tiles of each; many
+  pairs are sorted by torch.
 - `_products`: rows (gathered for the first product) times the expert's weight, blocks as in
   `fp8_linear`.
 - `_combine`: the weighted sum over a token's experts.
@@ -30,6 +31,9 @@ from ...attention.kernels.launch import ceil_div, jit, power_of_two
 from ..fp8 import Fp8Weights, dequantise
 from .fp8_linear import ProductTiling, add_blocks
 from .fp8_rows import GROUP, Fp8Rows, quantise_rows
+
+# Ranking takes the square of the pairs; a sort beyond so many.
+MOST_RANKED = 4096
 
 
 @dataclass(frozen=True)
@@ -93,18 +97,32 @@ def group_pairs(ids_TK: Tensor, num_experts: int, tile_rows: int) -> Groups:
 
     ids_TK: integers below num_experts, contiguous.
     """
-    pairs, device, block = ids_TK.numel(), ids_TK.device, 64
-    order_P = torch.empty(pairs, dtype=torch.int32, device=device)
-    ends_X = torch.empty(num_experts, dtype=torch.int32, device=device)
+    pairs, device = ids_TK.numel(), ids_TK.device
+    order_P, ends_X = (_rank_pairs if pairs <= MOST_RANKED else _sort_pairs)(ids_TK, num_experts)
     # Each expert wastes less than one tile.
     num_tiles = pairs // tile_rows + min(pairs, num_experts)
     tiles_N3 = torch.empty(num_tiles, 3, dtype=torch.int32, device=device)
+    _cut[(1,)](ends_X, tiles_N3, num_experts, num_tiles, tile_rows, power_of_two(num_experts))
+    return Groups(order_P, tiles_N3, tile_rows)
+
+
+def _rank_pairs(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """The pairs in order, and behind which place those of each expert end; int32."""
+    pairs, device, block = ids_TK.numel(), ids_TK.device, 64
+    order_P = torch.empty(pairs, dtype=torch.int32, device=device)
+    ends_X = torch.empty(num_experts, dtype=torch.int32, device=device)
     programs = ceil_div(pairs, block)
     _rank[(programs + ceil_div(num_experts, block),)](
         ids_TK, order_P, ends_X, pairs, num_experts, programs, block
     )
-    _cut[(1,)](ends_X, tiles_N3, num_experts, num_tiles, tile_rows, power_of_two(num_experts))
-    return Groups(order_P, tiles_N3, tile_rows)
+    return order_P, ends_X
+
+
+def _sort_pairs(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    sorted_P, order_P = torch.sort(ids_TK.flatten().int(), stable=True)
+    experts_X = torch.arange(num_experts, dtype=torch.int32, device=ids_TK.device)
+    ends_X = torch.searchsorted(sorted_P, experts_X, right=True, out_int32=True)
+    return order_P.int(), ends_X
 
 
 @jit

@@ -11,7 +11,10 @@ from .norm import RmsNorm
 
 
 class DecoderLayer:
-    """x += attention(norm x); x += feed-forward(norm x)."""
+    """x += attention(norm x); x += feed-forward(norm x).
+
+    What a layer adds last is left to the next norm, which has the numbers in hand anyway.
+    """
 
     def __init__(self, config: ModelConfig, index: int, dense: bool, allocate: Allocator) -> None:
         hidden = config.hidden_size
@@ -24,6 +27,7 @@ class DecoderLayer:
             else Moe(config.moe, hidden, allocate)
         )
 
-    def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
-        x_TD = x_TD + self.attention(self.attention_norm(x_TD), step)
-        return x_TD.add_(self.feed_forward(self.feed_forward_norm(x_TD)))
+    def __call__(self, x_TD: Tensor, delta_TD: Tensor | None, step: Step) -> Tensor:
+        """What is still to be added to x_TD, which takes delta_TD and the attention in place."""
+        attended_TD = self.attention(self.attention_norm.add(x_TD, delta_TD), step)
+        return self.feed_forward(self.feed_forward_norm.add(x_TD, attended_TD))

@@ -31,7 +31,7 @@ class Indexer:
         self.up = allocate.linear(indexer.num_heads * indexer.head_dim, query_latent)
         self.key_norm = LayerNorm(indexer.head_dim, allocate)
         self.weights_nD = allocate.fp32(indexer.num_heads, hidden)
-        self._scale = (indexer.num_heads * indexer.head_dim) ** -0.5
+        self.scale = (indexer.num_heads * indexer.head_dim) ** -0.5
 
     def keys(self, projected_TD: Tensor, angles_TR: Tensor) -> Tensor:
         """Finished index keys [T, D] of projected ones."""
@@ -43,9 +43,12 @@ class Indexer:
         """Head weights [T, n] from the layer's input, in fp32 and not yet scaled."""
         return F.linear(x_TD.float(), self.weights_nD)
 
+    def heads(self, latent_TQ: Tensor) -> Tensor:
+        """Index queries [T, n, D] of the normed query latent, not yet rotated."""
+        return self.up(latent_TQ).view(-1, self.indexer.num_heads, self.indexer.head_dim)
+
     def queries(self, latent_TQ: Tensor, weights_Tn: Tensor, angles_TR: Tensor) -> IndexQuery:
         """Index queries from the normed query latent, with the head weights."""
-        heads, width = self.indexer.num_heads, self.indexer.head_dim
-        q_TnD = self.up(latent_TQ).view(-1, heads, width)
+        q_TnD = self.heads(latent_TQ)
         rotate_(q_TnD[..., : self.rope_dim], angles_TR.unsqueeze(1))
-        return IndexQuery(q_TnD, weights_Tn * self._scale)
+        return IndexQuery(q_TnD, weights_Tn * self.scale)

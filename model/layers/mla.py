@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...attention.base import AttentionBackend, MlaLayer, Plan, Query
+from ...attention.base import AttentionBackend, IndexQuery, MlaLayer, Plan, Query
 from ...attention.fused_write import RowNorms, fuses, write_fused
 from ...kv_cache.storage import CacheStorage
 from ..config import ModelConfig
@@ -116,16 +116,20 @@ class Mla:
 
     def _query(self, x_TD: Tensor, down_TE: Tensor, step: Step) -> Query:
         config = self.config
-        q_TE, index = down_TE[:, : self.latent_start], None
+        q_TE, indexer, index = down_TE[:, : self.latent_start], None, None
+        latent_TQ = q_TE
         if self.q_norm is not None and self.up is not None:
             latent_TQ = self.q_norm(q_TE)
             q_TE = self.up(latent_TQ)
-            if self.indexer is not None and step.plan.selects:
-                weights_Tn = self._index_weights(self.indexer, x_TD, down_TE)
-                index = self.indexer.queries(latent_TQ, weights_Tn, step.angles_TR)
+            indexer = self.indexer if step.plan.selects else None
         q_THX = q_TE.view(-1, config.num_heads, config.nope_dim + config.rope_dim)
         nope_THN, rope_THR = q_THX[..., : config.nope_dim], q_THX[..., config.nope_dim :]
+        if rope_THR.is_cuda:
+            return Query(nope_THN, rope_THR, _finish(rope_THR, step, indexer, x_TD, latent_TQ))
         rotate_(rope_THR, step.angles_TR.unsqueeze(1))
+        if indexer is not None:
+            weights_Tn = self._index_weights(indexer, x_TD, down_TE)
+            index = indexer.queries(latent_TQ, weights_Tn, step.angles_TR)
         return Query(nope_THN, rope_THR, index)
 
     def _index_weights(self, indexer: Indexer, x_TD: Tensor, down_TE: Tensor) -> Tensor:
@@ -146,3 +150,18 @@ class Mla:
         extends_THV = backend.prefill(self.layer, q.rows(0, border), plan)
         decodes_THV = backend.decode(self.layer, q.rows(border, total), plan)
         return torch.cat((extends_THV, decodes_THV))
+
+
+def _finish(
+    rope_THR: Tensor, step: Step, indexer: Indexer | None, x_TD: Tensor, latent_TQ: Tensor
+) -> IndexQuery | None:
+    """Rotate in place by a kernel, and make the index queries where a part selects."""
+    from ..kernels.gate import fp32_product  # noqa: PLC0415 - only where triton is installed
+    from ..kernels.queries import IndexParts, finish_queries  # noqa: PLC0415 - the same
+
+    if indexer is None:
+        finish_queries(rope_THR, step.angles_TR)
+        return None
+    weights_STn = fp32_product(x_TD, indexer.weights_nD)
+    parts = IndexParts(indexer.heads(latent_TQ), weights_STn, indexer.scale)
+    return IndexQuery(parts.q_TnD, finish_queries(rope_THR, step.angles_TR, parts))

@@ -92,16 +92,25 @@ class Moe:
         self._packed: PackedExperts | None = None
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        weights_TK, ids_TK = self.gate(x_TD)
-        shared_S = self._experts_X[self.moe.num_experts :]
-        ids_TK = torch.cat((ids_TK, shared_S.expand(len(x_TD), -1)), dim=1)
-        weights_TK = F.pad(weights_TK, (0, self.moe.num_shared), value=1.0)
+        weights_TK, ids_TK = self._choose(x_TD)
         if self.fp8 is not None:
             from ..kernels.fp8_experts import fp8_experts  # noqa: PLC0415 - where triton is installed
 
-            return fp8_experts(x_TD, ids_TK.contiguous(), weights_TK, *self.fp8)
+            return fp8_experts(x_TD, ids_TK, weights_TK, *self.fp8)
         experts = self._packed or self._grouped
         return self._combine(experts(x_TD, ids_TK), weights_TK).to(x_TD.dtype)
+
+    def _choose(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and ids of the experts of each token, the shared ones behind the others."""
+        if x_TD.is_cuda:
+            from ..kernels.gate import choose_experts, fp32_product  # noqa: PLC0415 - as above
+
+            gate = self.gate
+            return choose_experts(fp32_product(x_TD, gate.weight_ED), gate.bias_E, self.moe)
+        weights_TK, ids_TK = self.gate(x_TD)
+        shared_S = self._experts_X[self.moe.num_experts :]
+        ids_TK = torch.cat((ids_TK, shared_S.expand(len(x_TD), -1)), dim=1)
+        return F.pad(weights_TK, (0, self.moe.num_shared), value=1.0), ids_TK
 
     def _grouped(self, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
         """The output of every chosen expert, [T, K, D]."""

@@ -32,7 +32,8 @@ class MtpLayer:
         embedded_TD: the token after each row. hidden_TD: the row's hidden state after the model's
         final norm, or this layer's own result where the row was guessed itself.
         """
-        return self.norm(self.layer(self._joined(embedded_TD, hidden_TD), step))
+        x_TD = self._joined(embedded_TD, hidden_TD)
+        return self.norm.add(x_TD, self.layer(x_TD, None, step))
 
     def write(self, embedded_TD: Tensor, hidden_TD: Tensor, step: Step) -> None:
         """Only the layer's rows in the cache; arguments as for a call."""

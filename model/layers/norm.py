@@ -17,14 +17,28 @@ class RmsNorm:
     def __init__(self, width: int, eps: float, allocate: Allocator) -> None:
         self.weight_D = allocate.weight(width)
         self.eps = torch.tensor(eps, device=allocate.device)
+        self._eps = eps
         self._share = 1 / width
 
     def __call__(self, x_TD: Tensor) -> Tensor:
+        if x_TD.is_cuda:
+            return self._by_kernel(x_TD, None)
         x32_TD = x_TD.float()
         # Few small kernels: on a CPU the composite F.rms_norm takes twice as long.
         squares_T1 = torch.linalg.vecdot(x32_TD, x32_TD).unsqueeze(-1)
         inverse_T1 = torch.add(self.eps, squares_T1, alpha=self._share).rsqrt_()
         return (x32_TD * inverse_T1).to(x_TD.dtype) * self.weight_D
+
+    def add(self, x_TD: Tensor, delta_TD: Tensor | None) -> Tensor:
+        """The norm of x_TD + delta_TD, which x_TD becomes; None adds nothing."""
+        if x_TD.is_cuda:
+            return self._by_kernel(x_TD, delta_TD)
+        return self(x_TD if delta_TD is None else x_TD.add_(delta_TD))
+
+    def _by_kernel(self, x_TD: Tensor, delta_TD: Tensor | None) -> Tensor:
+        from ..kernels.norm import norm_rows  # noqa: PLC0415 - only where triton is installed
+
+        return norm_rows(x_TD, self.weight_D, self._eps, delta_TD)
 
 
 class LayerNorm:

@@ -95,8 +95,10 @@ def test_columns_are_shared_out_among_programs(monkeypatch):
     assert relative(out_TE, x.plain() @ dequantise(weight_ED, scales).t()) < 1e-3
 
 
+@pytest.mark.parametrize("most_ranked", [0, 1000])
 @pytest.mark.parametrize("tile_rows", [16, 64])
-def test_pairs_are_grouped_by_expert(tile_rows):
+def test_pairs_are_grouped_by_expert(tile_rows, most_ranked, monkeypatch):
+    monkeypatch.setattr("minidsa.model.kernels.fp8_experts.MOST_RANKED", most_ranked)
     ids_TK = torch.randint(0, 7, (61, 3), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     ids_TK[ids_TK == 2] = 5
     with poisoned():

@@ -12,7 +12,7 @@ from attention_bed import TOPK, Bed, Chunk, assert_close
 from checkpoints import t_cpu, t_wide
 from kernel_bed import DEVICE, normal
 from minidsa.attention.base import IndexQuery
-from minidsa.attention.cached_rows import fp8_latents, index_pages
+from minidsa.attention.cached_rows import fp8_latents, index_pages, latent_rows
 from minidsa.attention.dense.torch_ref import TorchDenseBackend
 from minidsa.attention.dense.triton import TritonDenseBackend
 from minidsa.attention.kernels.fp8_rows import IndexPages
@@ -152,9 +152,11 @@ def test_rows_in_fp8_below_a_whole_model():
     assert (said[1] - said[0]).abs().amax() < 0.02 * said[0].std()
 
 
-@pytest.mark.parametrize("is_extend", [False, True])
-def test_selection_over_rows_in_fp8(is_extend):
-    """By kernels as by torch, for queries below and above the selection's size."""
+@pytest.mark.parametrize(("is_extend", "many"), [(False, 1), (True, 7), (True, 1)])
+def test_selection_over_rows_in_fp8(is_extend, many, monkeypatch):
+    """By kernels as by torch, for queries below and above the selection's size; slots in the cache,
+    or in a copy of the rows where a prompt has many queries."""
+    monkeypatch.setattr("minidsa.attention.sparse.slot_selection.MANY_QUERIES", many)
     layout = RowLayout(128 + 32, 128, (True,), rope_width=32, is_fp8=True)
     storage = CacheStorage(layout, 12, 16, torch.float32, DEVICE)
     slots = torch.arange(16, 12 * 16, device=DEVICE)
@@ -178,10 +180,21 @@ def test_selection_over_rows_in_fp8(is_extend):
     expected = new_selection(part, SelectionSize(32, 4 << 20), 16, is_extend=is_extend)
     expected.score(0, index, storage)
     room_X = torch.empty(1 << 16, device=DEVICE)
-    made = SlotSelection.of(part, 32, 16, room_X, is_extend=is_extend)
+    made = SlotSelection.of(part, 32, storage, room_X, is_extend=is_extend)
     made.score(0, index, storage)
     assert made.visible_T.tolist() == expected.visible_T.tolist()
-    rows = zip(made.slots_TK.tolist(), expected.slots_of(slice(0, 6)).tolist(), strict=True)
+    slots_TK = made.slots_TK
+    assert made.expands == (is_extend and many == 1)
+    if made.expands:
+        rows_SX = made.rows(0, storage)
+        assert rows_SX.shape == (2 * 6 * 16, 160)
+        places = torch.arange(16, device=DEVICE)
+        slots_S = (batch.block_table_BP.flatten().unsqueeze(1) * 16 + places).flatten()
+        written = slots_S >= 16
+        kept = latent_rows(storage, 0, slots_S[written])
+        assert torch.equal(rows_SX[written], kept)
+        slots_TK = torch.where(slots_TK < 0, -1, slots_S[slots_TK.clamp(min=0).long()])
+    rows = zip(slots_TK.tolist(), expected.slots_of(slice(0, 6)).tolist(), strict=True)
     for visible, (slots_K, expected_K) in zip(part.visible(), rows, strict=True):
         count = min(visible, 32)
         assert all(slot == -1 for slot in slots_K[count:])
