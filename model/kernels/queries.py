@@ -35,20 +35,26 @@ class IndexParts:
 
 @jit
 def _rotate_heads(
-    q_ptr, angles_ptr, head, heads, head_stride, ROTATED: tl.constexpr, HALF: tl.constexpr
+    q_ptr,
+    angles_ptr,
+    head,
+    heads,
+    head_stride,
+    ROTATED: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
     """Rotate some heads [h] of one token; ROTATED is 2 * HALF elements, or fewer."""
-    half = tl.arange(0, HALF)
-    place = head[:, None] * head_stride + 2 * half[None, :]
-    pair = half < ROTATED // 2
-    mask = (head < heads)[:, None] & pair[None, :]
-    cosine = tl.load(angles_ptr + 2 * half, mask=pair, other=1.0)[None, :]
-    sine = tl.load(angles_ptr + 2 * half + 1, mask=pair, other=0.0)[None, :]
-    even = tl.load(q_ptr + place, mask=mask, other=0.0)
-    odd = tl.load(q_ptr + place + 1, mask=mask, other=0.0).to(tl.float32)
-    wide = even.to(tl.float32)
-    tl.store(q_ptr + place, (wide * cosine - odd * sine).to(even.dtype), mask=mask)
-    tl.store(q_ptr + place + 1, (wide * sine + odd * cosine).to(even.dtype), mask=mask)
+    # Whole rows are read and written: elements of a pair apart would move a sector twice.
+    r = tl.arange(0, 2 * HALF)
+    place = head[:, None] * head_stride + r[None, :]
+    mask = (head < heads)[:, None] & (r < ROTATED)[None, :]
+    angles = tl.load(angles_ptr + r, mask=r < ROTATED, other=0.0)
+    cosine, sine = tl.split(tl.reshape(angles, (1, HALF, 2)))
+    pairs = tl.load(q_ptr + place, mask=mask, other=0.0)
+    even, odd = tl.split(tl.reshape(pairs.to(tl.float32), (HEADS, HALF, 2)))
+    turned = tl.join(even * cosine - odd * sine, even * sine + odd * cosine)
+    tl.store(q_ptr + place, tl.reshape(turned, (HEADS, 2 * HALF)).to(pairs.dtype), mask=mask)
 
 
 @jit
@@ -78,11 +84,11 @@ def _finish(
     if block < q_blocks:
         head = block * HEADS + tl.arange(0, HEADS)
         q_ptr += token * q_token_stride
-        _rotate_heads(q_ptr, angles_ptr, head, heads, q_head_stride, ROTATED, HALF)
-    else:
+        _rotate_heads(q_ptr, angles_ptr, head, heads, q_head_stride, ROTATED, HALF, HEADS)
+    elif index_ptr is not None:
         head = (block - q_blocks) * HEADS + tl.arange(0, HEADS)
         index_ptr += token * index_heads * index_width
-        _rotate_heads(index_ptr, angles_ptr, head, index_heads, index_width, ROTATED, HALF)
+        _rotate_heads(index_ptr, angles_ptr, head, index_heads, index_width, ROTATED, HALF, HEADS)
         is_head = head < index_heads
         weight = tl.zeros((HEADS,), tl.float32)
         for part in range(num_parts):
@@ -105,13 +111,8 @@ def finish_queries(
             f"elements of a head and angles are dense, got strides {rope_THR.stride()} and "
             f"{angles_TR.stride()}"
         )
-    q_blocks, index_heads, index_width, num_parts, weights_Tn = (
-        ceil_div(heads, HEADS),
-        0,
-        0,
-        0,
-        None,
-    )
+    q_blocks, weights_Tn = ceil_div(heads, HEADS), None
+    index_heads = index_width = num_parts = 0
     if index is not None:
         num_parts, _, index_heads = index.parts_STn.shape
         index_width = index.q_TnD.shape[2]
