@@ -5,12 +5,21 @@ so nothing stale can survive it. Lengths are host integers: every decision that 
 (dense or sparse, chunking, workspace sizes) is made without asking the device.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+
+def visible_keys(query_lens: Sequence[int], context_lens: Sequence[int]) -> list[int]:
+    """Keys that each token sees: context + j + 1, and 0 for a padding request's."""
+    visible: list[int] = []
+    for query, context in zip(query_lens, context_lens, strict=True):
+        visible += range(context + 1, context + query + 1) if context >= 0 else [0] * query
+    return visible
 
 
 @dataclass(frozen=True)
@@ -47,8 +56,7 @@ class Part:
 
     def visible(self) -> list[int]:
         """Keys that each token sees: context + j + 1, and 0 for a padding request's."""
-        lens = zip(self.query_lens, self.context_lens, strict=True)
-        return [max(0, context + j + 1) for query, context in lens for j in range(query)]
+        return visible_keys(self.query_lens, self.context_lens)
 
 
 @dataclass(frozen=True)

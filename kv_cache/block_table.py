@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from .prefix_cache import KeyChain
 
@@ -27,4 +28,8 @@ class BlockTable:
 
 def token_slots(pages: Sequence[int], page_size: int, start: int, stop: int) -> list[int]:
     """Cache slots of tokens start..stop-1 of a request; its pages must reach that far."""
-    return [pages[i // page_size] * page_size + i % page_size for i in range(start, stop)]
+    if stop - start == 1:
+        return [pages[start // page_size] * page_size + start % page_size]
+    first = start // page_size
+    rows = [range(p * page_size, (p + 1) * page_size) for p in pages[first : -(-stop // page_size)]]
+    return list(chain.from_iterable(rows))[start - first * page_size : stop - first * page_size]

@@ -8,10 +8,12 @@ all layers; a chunk of decodes keeps its shape from step to step and can be capt
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 
 import torch
 from torch import Tensor
 
+from ..metadata import visible_keys
 from .fp8_rows import IndexPages, PlainIndexPages
 from .indexer_logits import QueryGroups, group_size, indexer_logits, query_groups
 from .indexer_logits_hopper import indexer_logits_hopper, suits
@@ -64,12 +66,8 @@ def plan_selection(
     each chunk has room for its longest. Raises ValueError when one group of queries does not fit.
     """
     device = workspace_X.device
-    visible = [
-        max(0, context + j + 1)
-        for query, context in zip(query_lens, context_lens, strict=True)
-        for j in range(query)
-    ]
-    requests = [r for r, count in enumerate(query_lens) for _ in range(count)]
+    visible = visible_keys(query_lens, context_lens)
+    requests = list(chain.from_iterable(map(repeat, range(len(query_lens)), query_lens)))
     chunks = []
     for first, last in _cut(query_lens, visible, heads, workspace_X.numel(), columns):
         own = requests[first:last]
@@ -100,12 +98,19 @@ def _cut(
     size = group_size(max(query_lens, default=1), heads)
     cuts, first, widest, token = [], 0, 0, 0
     for length in query_lens:
+        # Most requests fit as a whole: no look at their groups.
+        wide = max(widest, _columns(columns or visible[token + length - 1]))
+        if length and (token + length - first) * wide <= room:
+            token, widest = token + length, wide
+            continue
         for start in range(token, token + length, size):
             stop = min(start + size, token + length)
-            wide = max(widest, _columns(columns or max(visible[start:stop])))
+            # The last token of a group sees the most.
+            own = _columns(columns or visible[stop - 1])
+            wide = max(widest, own)
             if start > first and (stop - first) * wide > room:
                 cuts.append((first, start))
-                first, wide = start, _columns(columns or max(visible[start:stop]))
+                first, wide = start, own
             if (stop - first) * wide > room:
                 raise ValueError(
                     f"{stop - first} queries of {wide} keys need {4 * (stop - first) * wide} bytes "
