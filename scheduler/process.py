@@ -12,6 +12,7 @@ import multiprocessing
 import multiprocessing.resource_tracker
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 from ..configs.engine import EngineConfig
+from ..configs.setting_error import SettingError
 from ..model.planning import plan_lines
 from .channel import ApiLink
 from .messages import Command, Event, Loaded, Ready, Shutdown
@@ -199,6 +201,26 @@ def make_checkpoint(directory: str, seed: int) -> None:
         raise RuntimeError(f"no checkpoint was written to {directory}")
 
 
+def verify_checkpoint(
+    config: EngineConfig,
+    num_sequences: int,
+    num_tokens: int,
+    first_id: int,
+    tolerance: float | None,
+) -> int:
+    """Compare a checkpoint with transformers in a child, see `verify.py`; returns its exit code.
+
+    What was measured is on stdout, and on stderr, in one line, why nothing could be: 0 where both
+    agree, 1 where not or where the checkpoint cannot be loaded, 2 for a wrong setting.
+    """
+    process = multiprocessing.get_context("spawn").Process(
+        target=_verify, args=(config, num_sequences, num_tokens, first_id, tolerance)
+    )
+    process.start()
+    process.join()
+    return process.exitcode or 0
+
+
 def plan_start(config: EngineConfig, gpu: str | None, ranks: int) -> list[str]:
     """The memory that a start would take, from config.json alone; see `model.planning`."""
     return plan_lines(config, gpu, ranks)
@@ -233,3 +255,27 @@ def _make_checkpoint(directory: str, seed: int) -> None:
     )
 
     write_random_checkpoint(Path(directory), PRESETS["default"], seed)
+
+
+def _verify(
+    config: EngineConfig,
+    num_sequences: int,
+    num_tokens: int,
+    first_id: int,
+    tolerance: float | None,
+) -> None:
+    from .verify import Texts, verify  # noqa: PLC0415 - the same
+
+    def say(line: str) -> None:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+
+    try:
+        agrees = verify(config, Texts(num_sequences, num_tokens, first_id), tolerance, say)
+    except ImportError as error:
+        sys.exit(f"minidsa: verify needs transformers: pip install minidsa[verify] ({error})")
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"minidsa: {' '.join(str(error).split())}\n")
+        sys.exit(2 if isinstance(error, SettingError) else 1)
+    say("agrees" if agrees else "does not agree")
+    sys.exit(0 if agrees else 1)

@@ -113,17 +113,18 @@ def _run(link: EngineLink, config: EngineConfig, check: Checker) -> None:
     info = loaded.info
     link.send(Loaded(info))
     HangWatchdog(config.warm_up_timeout).restart()
-    warm_up(loaded.runner, _scheduler(config, info, loaded.kv_cache))
-    scheduler = _scheduler(config, info, loaded.kv_cache, _grammars(config, info))
+    warm_up(loaded.runner, new_scheduler(config, info, loaded.kv_cache))
+    scheduler = new_scheduler(config, info, loaded.kv_cache, _grammars(config, info))
     scheduler.check_idle()
     link.send(Ready())
     watchdog = HangWatchdog(config.hang_timeout)
     Engine(loaded.runner, scheduler, link, watchdog, sessions).run()
 
 
-def _scheduler(
+def new_scheduler(
     config: EngineConfig, info: EngineInfo, cache: KvCache, grammars: GrammarCompiler | None = None
 ) -> Scheduler:
+    """The scheduler of a loaded engine; without `grammars` requests that have one are refused."""
     limits = dataclasses.replace(
         config.scheduler,
         max_num_seqs=info.max_num_seqs,

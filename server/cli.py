@@ -2,6 +2,8 @@
 
     minidsa serve [MODEL] [flags]          serve a checkpoint, the embedded one by default
     minidsa plan [MODEL] [flags]           say what memory that would take; needs config.json alone
+    minidsa generate [PROMPT] [flags]      continue a prompt, without a server
+    minidsa verify [MODEL] [flags]         compare a checkpoint's logprobs with transformers
     minidsa chat [--url URL]               talk to a running server in the terminal
     minidsa bench [--url URL] [flags]      load a running server and time its answers
     minidsa make-checkpoint DIR            write a small random checkpoint
@@ -49,6 +51,15 @@ from .flags import (
     refuse_unknown,
 )
 from .http_client import CallFailed
+from .offline_commands import (
+    GENERATE_FLAGS,
+    VERIFY_FLAGS,
+    add_generate_flags,
+    add_verify_flags,
+    check_settings,
+    run_generate,
+    run_verify,
+)
 from .serving import Serving
 
 EMBEDDED = Path(__file__).parents[1] / "checkpoints" / "tiny-dsa"
@@ -56,6 +67,8 @@ RANDOM_SEED = 0
 KNOWN_FLAGS = (
     ("serve", SERVE_FLAGS),
     ("plan", (*PLAN_FLAGS, *SERVE_FLAGS)),
+    ("generate", GENERATE_FLAGS),
+    ("verify", VERIFY_FLAGS),
     ("chat", CHAT_FLAGS),
     ("bench", BENCH_FLAGS),
     ("make-checkpoint", ("--seed",)),
@@ -95,7 +108,11 @@ def _run(arguments: list[str]) -> int:
         return _make_checkpoint(Path(parsed.directory), parsed.seed)
     if parsed.command in ("chat", "bench"):
         return run_chat(parsed) if parsed.command == "chat" else run_bench(parsed)
+    if parsed.command in ("generate", "verify"):
+        check_settings(parsed)
     config = _with_checkpoint(read_settings(parsed))
+    if parsed.command in ("generate", "verify"):
+        return (run_generate if parsed.command == "generate" else run_verify)(parsed, config)
     return _serve(config) if parsed.command == "serve" else _plan(config, parsed.gpu, parsed.tp)
 
 
@@ -114,6 +131,12 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("model", nargs="?", help="folder with a config.json; no weights are needed")
     add_plan_flags(plan)
     add_flags(plan)
+    add_generate_flags(
+        commands.add_parser("generate", help="continue a prompt", allow_abbrev=False)
+    )
+    add_verify_flags(
+        commands.add_parser("verify", help="compare with transformers", allow_abbrev=False)
+    )
     add_chat_flags(commands.add_parser("chat", help="talk to a running server", allow_abbrev=False))
     add_bench_flags(commands.add_parser("bench", help="load a running server", allow_abbrev=False))
     make = commands.add_parser(

@@ -1,5 +1,7 @@
 """The named flags of `minidsa serve`: a dozen settings, in the groups that `--help` shows.
 
+The commands that load a checkpoint without serving it take those of the engine.
+
 Names are vLLM's where they mean the same. Every other setting is reached by its path.
 """
 
@@ -18,7 +20,8 @@ class Flag:
     unset: str = ""
 
 
-GROUPS = (
+Group = tuple[str, tuple[Flag, ...]]
+GROUPS: tuple[Group, ...] = (
     (
         "address and access",
         (
@@ -97,3 +100,11 @@ GROUPS = (
     ),
 )
 FLAGS = tuple(flag for _, flags in GROUPS for flag in flags)
+
+# Of a command that loads a checkpoint and serves nobody.
+ENGINE_GROUPS = tuple(
+    (title, tuple(flag for flag in flags if flag.name != "--session-dir"))
+    for title, flags in GROUPS
+    if flags[0].target.startswith("engine.")
+)
+ENGINE_FLAGS = tuple(flag for _, flags in ENGINE_GROUPS for flag in flags)

@@ -19,7 +19,7 @@ import msgspec
 
 from ..configs.gpus import GPUS
 from ..configs.server import ServerConfig
-from .flag_table import FLAGS, GROUPS, KEY_VARIABLE
+from .flag_table import FLAGS, GROUPS, KEY_VARIABLE, Group
 
 NEAR = 0.75  # how alike two names are that may be one with a slip, from 0 to 1
 
@@ -61,9 +61,9 @@ class OneLineParser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser, groups: Sequence[Group] = GROUPS) -> None:
     """The flags of `serve`, in groups, each with its values and its default."""
-    for title, flags in GROUPS:
+    for title, flags in groups:
         group = parser.add_argument_group(title)
         for flag in flags:
             kind, default = _setting(flag.target)
@@ -160,7 +160,7 @@ def read_settings(
         _put(tree, path, value)
     given = vars(arguments)
     for flag in FLAGS:
-        if given[flag.target] is not None:
+        if given.get(flag.target) is not None:
             _put(tree, flag.target, given[flag.target])
     if arguments.model is not None:
         _put(tree, "engine.model", arguments.model)

@@ -1,0 +1,35 @@
+"""`minidsa generate` and the offline engine on the checkpoint that ships."""
+
+import io
+
+import pytest
+
+from minidsa.configs.engine import EngineConfig
+from minidsa.configs.sampling import SamplingParams
+from minidsa.scheduler.offline import OfflineEngine
+from minidsa.server.cli import EMBEDDED, main
+from minidsa.server.tokenizer import Tokenizer
+
+QUESTION = "What is the capital of Norway?"
+
+
+def generated(arguments: list[str], capsys) -> str:
+    with pytest.raises(SystemExit, match="0"):
+        main(["generate", *arguments, "--temperature", "0", "--num-threads", "1"])
+    return capsys.readouterr().out
+
+
+def test_generate_writes_the_text_that_the_offline_engine_gives(capsys):
+    engine = OfflineEngine.load(
+        EMBEDDED, Tokenizer.from_directory, EngineConfig(num_threads=1)
+    )  # fmt: skip
+    params = SamplingParams(max_tokens=12, seed=0, temperature=0.0)
+    (answer,) = engine.generate(["Once upon a time"], params)
+    assert answer.text
+    shown = generated(["Once upon a time", "--max-tokens", "12"], capsys)
+    assert shown == answer.text + "\n"
+
+
+def test_the_prompt_of_a_chat_comes_from_stdin(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(QUESTION))
+    assert generated(["--chat", "--stop", "."], capsys) == "The capital of Norway is Oslo\n"
