@@ -25,7 +25,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """One loaded checkpoint with the settings in force.
 
     `notes` are the automatic choices, one sentence each with its reason. `mtp_layer` says whether
-    the checkpoint has a multi-token-prediction layer and `num_parameters` counts it.
+    the checkpoint has a multi-token-prediction layer and `num_parameters` counts it. A model
+    without an indexer has no `index_topk`.
     """
 
     model_type: str
@@ -47,3 +48,4 @@ class EngineInfo(msgspec.Struct, frozen=True):
     num_speculative_tokens: int
     notes: list[str]
     mtp_layer: MtpLayerUse = "none"
+    index_topk: int | None = None

@@ -1,5 +1,7 @@
 """How one request's tokens are chosen: the part of a request that reaches the sampler."""
 
+from typing import Literal
+
 import msgspec
 
 _MASK64 = (1 << 64) - 1
@@ -16,6 +18,23 @@ def mix64(word: int) -> int:
     return z ^ (z >> 31)
 
 
+class AttentionRule(msgspec.Struct, frozen=True):
+    """What a request's tokens attend to, where it is not what the model was made for.
+
+    "dense": every token before them, however long the request. "sparse": the `index_topk` best
+    (None: as many as the model's), also while there are no more. "auto" is dense up to so many
+    tokens and sparse above, as without a rule.
+    """
+
+    mode: Literal["auto", "dense", "sparse"] = "auto"
+    index_topk: int | None = None
+
+    @property
+    def salt(self) -> str:
+        """Rows computed under another rule are other rows, so they are cached apart."""
+        return f"attention {self.mode} {self.index_topk}"
+
+
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sampling settings of one request; every value is already validated and resolved.
 
@@ -24,7 +43,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     beside the chosen token (0: the chosen one alone; None: nothing). Behind `thinking_budget`
     outputs without `end_think_id` that id is chosen, whatever the model prefers. Logprobs are of
     the model's own distribution, before bias, penalties and temperature. A request's draws depend
-    on `seed` and the position alone, never on its batch mates.
+    on `seed` and the position alone, never on its batch mates. `attention` needs a model with an
+    indexer.
     """
 
     max_tokens: int
@@ -43,3 +63,4 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt_logprobs: int | None = None
     thinking_budget: int | None = None
     end_think_id: int = -1
+    attention: AttentionRule | None = None

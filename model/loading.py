@@ -158,6 +158,7 @@ def _assemble(
         num_speculative_tokens=_chosen(config.speculative.num_tokens),
         notes=notes,
         mtp_layer=mtp_layer,
+        index_topk=None if indexer is None else indexer.topk,
     )
     graphs = None
     if backend.replayable and not config.enforce_eager:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from ..attention.base import AttentionBackend, Plan
+from ..attention.sparse.dsa import DsaBackend
 from ..configs.logprobs import TokenLogprobs
+from ..configs.sampling import AttentionRule
 from ..kv_cache.storage import CacheStorage
 from .decode_graphs import DecodeGraphs
 from .deepseek import DeepseekModel
@@ -50,9 +52,33 @@ class ModelRunner:
         self.device = storage.latent_LSC.device
         self.drafter = None if model.mtp is None else MtpDrafter(model, backend, storage)
 
-    @torch.inference_mode()
     def run(self, sequences: Sequence[SequenceInput], num_extends: int) -> list[SequenceOutput]:
-        """Compute one step; `sequences` holds the extends first, then the decodes."""
+        """Compute one step; `sequences` holds the extends first, then the decodes.
+
+        Raises ValueError for a rule of attention where the backend knows none.
+        """
+        rules = {sequence.attention for sequence in sequences}
+        if rules == {None}:
+            return self._run(sequences, num_extends)
+        outputs = [SequenceOutput() for _ in sequences]
+        for rule in rules:
+            places = [i for i, sequence in enumerate(sequences) if sequence.attention == rule]
+            runner = self if rule is None else self._under(rule)
+            count = sum(i < num_extends for i in places)
+            for i, output in zip(
+                places, runner._run([sequences[i] for i in places], count), strict=True
+            ):
+                outputs[i] = output
+        return outputs
+
+    def _under(self, rule: AttentionRule) -> "ModelRunner":
+        """The same model over the same rows for requests with a rule; it replays no graphs."""
+        if not isinstance(self.backend, DsaBackend):
+            raise ValueError(f"the backend {self.backend.name} attends by no rule of a request")
+        return ModelRunner(self.model, self.backend.under(rule), self.storage)
+
+    @torch.inference_mode()
+    def _run(self, sequences: Sequence[SequenceInput], num_extends: int) -> list[SequenceOutput]:
         spans = [Span(s.context_len, len(s.token_ids), s.pages) for s in sequences]
         token_ids = list(chain.from_iterable(s.token_ids for s in sequences))
         hidden_TD, plan = self._forward(token_ids, spans, num_extends)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..configs.logprobs import TokenLogprobs
-from ..configs.sampling import SamplingParams
+from ..configs.sampling import AttentionRule, SamplingParams
 
 # Prompt rows are scored in tiles, so a long chunk never needs [chunk, vocabulary] in one piece.
 PROMPT_ROWS_AT_ONCE = 128
@@ -73,6 +73,7 @@ class SequenceInput:
     num_to_draft: tokens to propose for the next step, 0 for none.
     following_ids: the known token that follows each row, the sampled ones left out.
     num_prompt_logprobs: alternatives to report beside each of following_ids; None: report nothing.
+    attention: what its tokens attend to; None: as the model was made.
     """
 
     token_ids: Sequence[int]
@@ -83,6 +84,7 @@ class SequenceInput:
     num_to_draft: int = 0
     following_ids: Sequence[int] = ()
     num_prompt_logprobs: int | None = None
+    attention: AttentionRule | None = None
 
     @property
     def draft_ids(self) -> Sequence[int]:

@@ -38,4 +38,5 @@ def _sequence(work: Work) -> SequenceInput:
         num_to_draft=work.num_to_draft,
         following_ids=request.tokens(start + 1, start + num_known + 1),
         num_prompt_logprobs=params.prompt_logprobs if request.wants_prompt_scores else None,
+        attention=params.attention,
     )

@@ -64,7 +64,8 @@ class Scheduler:
             raise Overloaded(f"{len(self._alive)} requests are running or waiting already")
         matcher = matcher_of(submit, self._grammars)
         handling = submit.handling
-        salts = (handling.tenant, handling.cache_salt)
+        rule = submit.params.attention
+        salts = (handling.tenant, handling.cache_salt, *(() if rule is None else (rule.salt,)))
         table = self.cache.new_table(salts, reuse=handling.uses_cache)
         rank = self._roster.next_rank(handling)
         request = Request(submit, rank, table, self.counters.num_steps, matcher)

@@ -120,7 +120,7 @@ async def prepare_chat(service: Service, body: Body[ChatRequest]) -> PreparedCha
     request = body.fields
     info = service.info
     service.check_model(request.model)
-    check_sampling(request, info.vocab_size, service.max_tokens)
+    check_sampling(request, info, service.max_tokens)
     service.check_sequences(1, request.n)
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid_value("top_logprobs", "top_logprobs needs logprobs to be true")
@@ -139,7 +139,7 @@ async def prepare_chat(service: Service, body: Body[ChatRequest]) -> PreparedCha
         prompt_logprobs=request.prompt_logprobs,
     )
     seed = service.seeds.draw() if request.seed is None else request.seed
-    params = resolve(request, shape, service.defaults, seed, info.eos_token_ids, info.vocab_size)
+    params = resolve(request, shape, service.defaults, seed, info)
     params = _with_budget(service, request, prompt, params)
     rules = replace(end_rules(request), max_calls=None if request.parallel_tool_calls else 1)
     grammar = await chat_grammar(service, request, prompt.tools, prompt.start == "reasoning")

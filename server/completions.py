@@ -45,7 +45,7 @@ async def prepare_completion(service: Service, body: Body[CompletionRequest]) ->
     """Check everything about a request and encode it; raises ApiError."""
     request = body.fields
     service.check_model(request.model)
-    check_sampling(request, service.info.vocab_size, service.max_tokens)
+    check_sampling(request, service.info, service.max_tokens)
     service.check_sequences(len(request.prompt), request.n)
     asked = asked_tokens(request)
     if asked == 0 and not request.echo:
@@ -78,8 +78,7 @@ def _choices(
         logprobs=request.logprobs,
         prompt_logprobs=max((count for count in scored if count is not None), default=None),
     )
-    info = service.info
-    params = resolve(request, shape, service.defaults, seed, info.eos_token_ids, info.vocab_size)
+    params = resolve(request, shape, service.defaults, seed, service.info)
     choices = []
     for child in range(request.n):
         detokenizer = Detokenizer(

@@ -27,6 +27,8 @@ _SAMPLING = (
     ("--presence-penalty", float),
     ("--frequency-penalty", float),
     ("--repetition-penalty", float),
+    ("--attention", str),
+    ("--index-topk", int),
 )
 _ENGINE = (*(flag.name for flag in ENGINE_FLAGS), "--config", "--set")
 GENERATE_FLAGS = (

@@ -4,7 +4,7 @@ Ranges that need no knowledge of the model are checked here; what depends on the
 context comes later, in `sampling.py` and the modules of the two routes.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
@@ -130,6 +130,8 @@ class GenerationRequest(RequestModel):
     deadline_seconds: Annotated[float | None, Field(gt=0, le=MAX_DEADLINE)] = None
     cache_salt: Salt = None
     cache_prompt: bool = True
+    attention: Literal["dense", "sparse"] | None = None
+    index_topk: Annotated[int | None, Field(ge=1, lt=_INT64)] = None
     response_format: AnswerFormat = None
     structured_outputs: StructuredOutputs | None = None
     regex: NonEmpty | None = None

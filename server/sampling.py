@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..configs.sampling import SamplingParams, mix64
+from ..configs.engine_info import EngineInfo
+from ..configs.sampling import AttentionRule, SamplingParams, mix64
 from .errors import ApiError, invalid_value, output_too_long, unsupported
 from .protocol import GenerationRequest
 from .tokenizer_files import read_json
@@ -70,8 +71,9 @@ class SeedSource:
         return self._random.getrandbits(63)
 
 
-def check_sampling(request: GenerationRequest, vocab_size: int, longest: int) -> None:
+def check_sampling(request: GenerationRequest, info: EngineInfo, longest: int) -> None:
     """Raise ApiError for values that are wrong together, or outside vocabulary or context."""
+    vocab_size = info.vocab_size
     asked = asked_tokens(request)
     if asked is not None and asked > longest:
         is_newer = request.max_completion_tokens is not None
@@ -94,6 +96,27 @@ def check_sampling(request: GenerationRequest, vocab_size: int, longest: int) ->
                 "stop_token_ids", f"{token_id} is outside the vocabulary of {vocab_size} ids"
             )
 
+    _check_attention(request, info.index_topk)
+
+
+def _check_attention(request: GenerationRequest, model_topk: int | None) -> None:
+    given = {"attention": request.attention, "index_topk": request.index_topk}
+    for name, value in given.items():
+        if value is not None and model_topk is None:
+            raise unsupported(name, f"{name} needs a model with an indexer; this one has none")
+    topk = request.index_topk
+    if topk is not None and model_topk is not None and topk > model_topk:
+        raise invalid_value("index_topk", f"index_topk must be from 1 to {model_topk}, the model's")
+    if topk is not None and request.attention == "dense":
+        raise invalid_value("index_topk", "index_topk does not go together with dense attention")
+
+
+def attention_rule(request: GenerationRequest) -> AttentionRule | None:
+    """What the request's tokens attend to; None: as the model was made."""
+    if request.attention is None and request.index_topk is None:
+        return None
+    return AttentionRule(request.attention or "auto", request.index_topk)
+
 
 def asked_tokens(request: GenerationRequest) -> int | None:
     """The output limit a request names; the newer of the two fields wins."""
@@ -115,8 +138,7 @@ def resolve(
     shape: OutputShape,
     defaults: SamplingDefaults,
     seed: int,
-    eos_token_ids: list[int],
-    vocab_size: int,
+    info: EngineInfo,
 ) -> SamplingParams:
     """The parameters of choice 0; the other choices differ in their seed alone."""
 
@@ -126,12 +148,12 @@ def resolve(
     temperature = pick(request.temperature, defaults.temperature)
     top_k = pick(request.top_k, defaults.top_k)
     bias: Mapping[str, float] = request.logit_bias
-    ends = [] if request.ignore_eos else eos_token_ids
+    ends = [] if request.ignore_eos else info.eos_token_ids
     return SamplingParams(
         max_tokens=shape.max_tokens,
         seed=seed,
         temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-        top_k=top_k if 0 < top_k < vocab_size else 0,
+        top_k=top_k if 0 < top_k < info.vocab_size else 0,
         top_p=pick(request.top_p, defaults.top_p),
         min_p=pick(request.min_p, defaults.min_p),
         presence_penalty=request.presence_penalty,
@@ -142,4 +164,5 @@ def resolve(
         stop_token_ids=list(dict.fromkeys([*ends, *request.stop_token_ids])),
         logprobs=shape.logprobs,
         prompt_logprobs=shape.prompt_logprobs,
+        attention=attention_rule(request),
     )

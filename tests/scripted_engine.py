@@ -198,6 +198,7 @@ INFO = EngineInfo(
     max_num_batched_tokens=256,
     max_prefill_tokens=64,
     speculative="none",
+    index_topk=64,
     num_speculative_tokens=0,
     notes=[],
 )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from ...configs.sampling import AttentionRule
 from ...kv_cache.storage import CacheStorage
 from ..base import AttentionBackend, MlaLayer, Plan, Query, SlotAttention
 from ..cached_rows import latent_rows
@@ -88,6 +89,18 @@ class DsaBackend:
         self.on_select = on_select
         self.check_selections = check_selections
         self._scores_X = self._score_room()
+
+    def under(self, rule: AttentionRule) -> "DsaBackend":
+        """This attention by a request's own rule: over the same rows, with its K and its mode."""
+        return DsaBackend(
+            self.dense,
+            self.storage,
+            rule.index_topk or self.size.topk,
+            workspace_bytes=self.size.workspace_bytes,
+            mode=rule.mode,
+            on_select=self.on_select,
+            check_selections=self.check_selections,
+        )
 
     @property
     def replayable(self) -> bool:

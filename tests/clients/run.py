@@ -23,7 +23,7 @@ CLIENTS = {
     "langchain_client": ["langchain-openai"],
     "openai_agents_client": ["openai-agents"],
     "llm_client": ["llm"],
-    "lm_eval_client": ["lm-eval[api]"],
+    "lm_eval_client": ["lm-eval[api]", "transformers"],
     "inspect_client": ["inspect-ai", "openai"],
     "schemathesis_client": ["schemathesis"],
 }

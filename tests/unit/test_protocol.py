@@ -9,6 +9,7 @@ from minidsa.server.errors import ApiError
 from minidsa.server.protocol import CompletionRequest
 from minidsa.server.sampling import OutputShape, SamplingDefaults, child_seed, resolve
 from minidsa.server.validation import validate
+from scripted_engine import INFO
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 INTEGERS = (
@@ -265,14 +266,14 @@ def test_many_problems_are_cut_to_ten():
 def test_abu_02_tiny_temperatures_are_greedy():
     shape = OutputShape(4, None, None)
     for value, expected in ((1e-320, 0.0), (9e-6, 0.0), (-0.0, 0.0), (0, 0.0), (1e-5, 1e-5)):
-        params = resolve(completion(temperature=value), shape, SamplingDefaults(), 0, [1], 512)
+        params = resolve(completion(temperature=value), shape, SamplingDefaults(), 0, INFO)
         assert params.temperature == expected
 
 
 def test_api_23_top_k_values_that_are_off():
     shape = OutputShape(4, None, None)
     for value in (-1, 0, 512, 10**9, None):
-        params = resolve(completion(top_k=value), shape, SamplingDefaults(), 0, [1], 512)
+        params = resolve(completion(top_k=value), shape, SamplingDefaults(), 0, INFO)
         assert params.top_k == 0
 
 
