@@ -5,6 +5,7 @@ one, a whole answer joins them. Ids, logprobs and counts end with the text: what
 behind a stop string is dropped here.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -41,11 +42,24 @@ class RawText:
         return []
 
 
+class TextScore(NamedTuple):
+    """A token, where its text begins and ends in all that the model wrote, and its score."""
+
+    start: int
+    end: int
+    token_id: int
+    logprobs: TokenLogprobs
+
+
 class Shown(NamedTuple):
-    """A piece of text that can be shown: of the thoughts, or of the answer."""
+    """A piece of text that can be shown: of the thoughts, or of the answer.
+
+    scores: of the answer's tokens that wrote it, where scores are asked for.
+    """
 
     text: str
     is_reasoning: bool = False
+    scores: Sequence[TextScore] = ()
 
 
 Part = Shown | CallStart | CallArgs
@@ -78,10 +92,10 @@ class Update:
     def calls(self) -> list[CallStart | CallArgs]:
         return [part for part in self.parts if not isinstance(part, Shown)]
 
-    def show(self, text: str, is_reasoning: bool = False) -> None:
+    def show(self, text: str, is_reasoning: bool = False, scores: Sequence[TextScore] = ()) -> None:
         """Add text, if there is any."""
         if text:
-            self.parts.append(Shown(text, is_reasoning))
+            self.parts.append(Shown(text, is_reasoning, scores))
 
     def _text(self, is_reasoning: bool) -> str:
         shown = (part for part in self.parts if isinstance(part, Shown))
@@ -118,6 +132,7 @@ class ChoiceText:
         self._num_seen = {ReasoningText: 0, ContentText: 0}
         self._in_call = False
         self._num_calls = 0
+        self._unplaced: deque[TextScore] = deque()
         self._is_thinking = thinking
         self._thoughts_end = 0
         self._end: tuple[str, int | str | None] | None = None
@@ -156,6 +171,9 @@ class ChoiceText:
         offset = ends[-1] if ends else 0
         text = self._detokenizer.push((token_id,)) if shown else ""
         self.num_tokens += 1
+        if logprobs is not None and shown:
+            stop = self._detokenizer.token_ends[-1]
+            self._unplaced.append(TextScore(offset, stop, token_id, logprobs))
         end = self._take(self._parser.feed(text), update) if text else None
         if self._is_thinking:
             self.num_reasoning_tokens = self.num_tokens
@@ -202,7 +220,7 @@ class ChoiceText:
                     update.show(self._visible(event), is_reasoning=True)
                 case ContentText():
                     self._leave_thoughts(is_tail)
-                    update.show(self._visible(event))
+                    update.show(self._visible(event), scores=self._scores_of(event))
                 case CallStart():
                     self._leave_thoughts(is_tail)
                     self._in_call = True
@@ -215,6 +233,16 @@ class ChoiceText:
             if self._end is not None:
                 return self._place_behind(event)
         return None
+
+    def _scores_of(self, event: ContentText) -> list[TextScore]:
+        """The scores of the tokens that wrote a text; those of thoughts and markup are dropped."""
+        found, stop = [], event.start + len(event.text)
+        while self._unplaced and self._unplaced[0].start < stop:
+            score = self._unplaced.popleft()
+            # The first bytes of a character end where they begin.
+            if score.end > event.start or score.start == event.start:
+                found.append(score)
+        return found
 
     def _visible(self, event: ReasoningText | ContentText) -> str:
         """The part of a text that can be shown now; ends the choice where a stop is complete."""

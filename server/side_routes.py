@@ -1,17 +1,21 @@
 """The routes beside generation: models, tokens, health, metrics and what the server is."""
 
+import asyncio
+import secrets
 from importlib.metadata import version
 from typing import Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from ..scheduler.messages import FlushCache
+from ..configs.sampling import SamplingParams
+from ..scheduler.messages import FlushCache, Handling, Submit
 from .bodies import Body, read_body
 from .chat import encode_chat
 from .chat_protocol import DetokenizeRequest, PromptRequest, TokenizeRequest
 from .engine_client import Health
-from .errors import ApiError, invalid_value, model_not_found, unsupported
+from .errors import ApiError, invalid_value, model_not_found, unavailable, unsupported
+from .faults import fault_of
 from .long_text import in_thread_if_long
 from .metrics import CONTENT_TYPE
 from .server_info import describe
@@ -28,6 +32,7 @@ def side_routes(service: Service) -> APIRouter:
         (("/v1/models", "/models"), _Models(service).list, False),
         (("/v1/models/{name:path}", "/models/{name:path}"), _Models(service).card, False),
         (("/health", "/ping"), _Health(service).ready, True),
+        (("/health_generate",), _Health(service).generates, False),
         (("/live",), _Health(service).live, True),
         (("/version",), _version, True),
         (("/metrics",), _Metrics(service).text, True),
@@ -76,7 +81,26 @@ class _Health:
     """Liveness: this process answers. Readiness: the engine is heard and takes requests."""
 
     def __init__(self, service: Service) -> None:
+        self._service = service
         self._client = service.client
+
+    async def generates(self) -> Response:
+        """One token, computed by the engine; raises ApiError 503 where it does not come in time."""
+        limit = self._service.config.heartbeat_seconds
+        params = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
+        name = f"health-{secrets.token_hex(8)}"
+        self._client.check(1, self._service.capacity)
+        call = self._client.submit([Submit(name, [0], params, handling=Handling(uses_cache=False))])
+        try:
+            async with asyncio.timeout(limit):
+                output = (await call.receive())[0]
+        except TimeoutError:
+            raise unavailable(f"no token came within {limit:g} seconds") from None
+        finally:
+            call.close()
+        if output.finish_reason == "error":
+            raise fault_of(output)
+        return Response(status_code=200)
 
     async def ready(self) -> Response:
         if self._client.health is Health.READY:

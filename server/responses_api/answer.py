@@ -1,15 +1,17 @@
 """Answers of the Responses API: `response` objects and the numbered events of their streams."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from ..answers import Usage, encode, encode_named
+from ..answers import TokenLogprob, Usage, encode, encode_named
 from ..blocks import Act, Block, BlockList
 from ..bodies import Body
 from ..errors import ApiError
-from ..sequence import Update
+from ..logprobs import chat_logprobs
+from ..sequence import Shown, TextScore, Update
+from ..tokenizer import Tokenizer
 from .protocol import ResponsesRequest
 
 _PREFIXES = MappingProxyType({"reasoning": "rs", "text": "msg", "call": "fc"})
@@ -29,6 +31,7 @@ class ResponseRenderer:
         call_key: str,
         body: Body[ResponsesRequest],
         keep: Keep | None,
+        tokenizer: Tokenizer,
     ) -> None:
         self._id = answer_id
         self._model = model
@@ -36,6 +39,8 @@ class ResponseRenderer:
         self._keep = keep
         self._created = int(time.time())
         self._list = BlockList(f"call_{call_key}")
+        self._tokenizer = tokenizer
+        self._scores: dict[int, list[TokenLogprob]] = {}
         self._number = 0
         self._finish: str | None = None
 
@@ -47,13 +52,14 @@ class ResponseRenderer:
     def step(self, updates: Mapping[int, Update], count: Callable[[], Usage]) -> bytes:
         events = []
         for update in updates.values():
-            for change in self._list.feed(update.parts):
+            for change in self._changes(update):
                 events += self._change(*change)
             self._finish = update.finish_reason or self._finish
         return b"".join(events)
 
     def closing(self, count: Callable[[], Usage]) -> bytes:
-        events = [event for change in self._list.close() for event in self._change(*change)]
+        closing = [(*change, []) for change in self._list.close()]
+        events = [event for change in closing for event in self._change(*change)]
         response = self._final(count())
         self._store(response)
         return b"".join([*events, self._event(f"response.{self._status}", response=response)])
@@ -66,12 +72,26 @@ class ResponseRenderer:
 
     def whole(self, updates: Sequence[Update], usage: Usage) -> dict[str, Any]:
         for update in updates:
-            for _ in self._list.feed(update.parts):
+            for _ in self._changes(update):
                 pass
             self._finish = update.finish_reason
         response = self._final(usage)
         self._store(response)
         return response
+
+    def _changes(self, update: Update) -> Iterator[tuple[Act, Block, str, list[TokenLogprob]]]:
+        """What an update changes, with the scores that come with a text that grows."""
+        for part in update.parts:
+            scores = part.scores if isinstance(part, Shown) else ()
+            for act, block, text in self._list.feed((part,)):
+                is_scored = act == "grow" and scores
+                yield act, block, text, self._scored(block, scores) if is_scored else []
+
+    def _scored(self, block: Block, scores: Sequence[TextScore]) -> list[TokenLogprob]:
+        ids, entries = [score.token_id for score in scores], [score.logprobs for score in scores]
+        fresh = chat_logprobs(self._tokenizer, ids, entries).content
+        self._scores.setdefault(block.index, []).extend(fresh)
+        return fresh
 
     @property
     def _status(self) -> str:
@@ -115,6 +135,7 @@ class ResponseRenderer:
             "text": {"format": shape or {"type": "text"}},
             "tool_choice": document.get("tool_choice") or "auto",
             "tools": document.get("tools") or [],
+            "top_logprobs": request.top_logprobs,
             "top_p": 1.0 if request.top_p is None else request.top_p,
             "truncation": "disabled",
             "usage": usage,
@@ -134,7 +155,7 @@ class ResponseRenderer:
 
     def _item(self, block: Block, status: str, text: str | None) -> dict[str, Any]:
         """A block as an item of the output; a text of None is one that has not begun."""
-        content = [] if text is None else [_part(block, text)]
+        content = [] if text is None else [self._part(block, text)]
         item: dict[str, Any] = {"id": self._item_id(block), "status": status}
         match block.kind:
             case "reasoning":
@@ -145,7 +166,7 @@ class ResponseRenderer:
         call = {"call_id": block.call_id, "name": block.name, "arguments": text or ""}
         return {**item, "type": "function_call", **call}
 
-    def _change(self, act: Act, block: Block, text: str) -> list[bytes]:
+    def _change(self, act: Act, block: Block, text: str, scores: list[TokenLogprob]) -> list[bytes]:
         place = {"output_index": block.index}
         named = {"item_id": self._item_id(block), **place}
         if block.kind != "call":
@@ -158,7 +179,7 @@ class ResponseRenderer:
                     *self._part_event("added", block, "", named),
                 ]
             case "grow":
-                fields = named | _scores(block)
+                fields = named | ({"logprobs": scores} if block.kind == "text" else {})
                 return [self._event(f"{_stream_of(block)}.delta", delta=text, **fields)]
             case "close":
                 return self._closed(block, named)
@@ -167,9 +188,11 @@ class ResponseRenderer:
         done = {"arguments": block.text, "name": block.name} if block.kind == "call" else {}
         if block.kind != "call":
             done = {"text": block.text}
+        if block.kind == "text":
+            done["logprobs"] = self._scores.get(block.index, [])
         item = self._item(block, self._end_of(block), block.text)
         return [
-            self._event(f"{_stream_of(block)}.done", **done, **named, **_scores(block)),
+            self._event(f"{_stream_of(block)}.done", **done, **named),
             *self._part_event("done", block, block.text, named),
             self._event("response.output_item.done", item=item, output_index=block.index),
         ]
@@ -177,7 +200,14 @@ class ResponseRenderer:
     def _part_event(self, name: str, block: Block, text: str, named: dict[str, Any]) -> list[bytes]:
         if block.kind == "call":
             return []
-        return [self._event(f"response.content_part.{name}", part=_part(block, text), **named)]
+        part = self._part(block, text)
+        return [self._event(f"response.content_part.{name}", part=part, **named)]
+
+    def _part(self, block: Block, text: str) -> dict[str, Any]:
+        if block.kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        scores = self._scores.get(block.index, [])
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": scores}
 
     def _event(self, name: str, /, **fields: Any) -> bytes:
         numbered = {"type": name, "sequence_number": self._number, **fields}
@@ -187,17 +217,6 @@ class ResponseRenderer:
 
 def _stream_of(block: Block) -> str:
     return f"response.{_STREAMS[block.kind]}"
-
-
-def _scores(block: Block) -> dict[str, Any]:
-    """Clients expect the field on texts; this API's logprobs are not served."""
-    return {"logprobs": []} if block.kind == "text" else {}
-
-
-def _part(block: Block, text: str) -> dict[str, Any]:
-    if block.kind == "reasoning":
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

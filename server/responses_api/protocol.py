@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
 
 from ..errors import shown
-from ..protocol import NonNegative
+from ..protocol import NonNegative, NumLogprobs
 from ..validation import NEUTRAL, RequestModel, Strict, refuse, wrong
 
 _ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
@@ -188,7 +188,6 @@ class ResponsesRequest(RequestModel):
         {
             "background": (False,),
             "service_tier": NEUTRAL["service_tier"],
-            "top_logprobs": (0,),
             "truncation": ("disabled",),
         }
     )
@@ -206,6 +205,13 @@ class ResponsesRequest(RequestModel):
     parallel_tool_calls: bool = True
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    include: list[Literal["reasoning.encrypted_content"]] = Field(default_factory=list)
+    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] = Field(
+        default_factory=list
+    )
+    top_logprobs: NumLogprobs = 0
     stream: bool = False
     stream_options: StreamOptions | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return "message.output_text.logprobs" in self.include

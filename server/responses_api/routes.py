@@ -51,7 +51,9 @@ class _Responses:
         answer_id = service.answer_id("resp_", request.state.request_id)
         keep = self._keeper(owner, answer_id, body, translated) if is_stored else None
         call_key = chat.prompt.call_key
-        renderer = ResponseRenderer(answer_id, service.model_name, call_key, body, keep)
+        renderer = ResponseRenderer(
+            answer_id, service.model_name, call_key, body, keep, service.tokenizer
+        )
         plan = Plan(answer_id, chat.choices, renderer)
         return await run_plan(service, request, plan, body.fields.stream)
 

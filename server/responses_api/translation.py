@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from ..blocks import Block
 from ..bodies import Body
 from ..chat_protocol import ChatRequest
+from ..errors import invalid_value
 from ..long_text import in_thread_if_long
 from ..readdress import Addresses, readdressed
 from ..validation import validate
@@ -153,6 +154,12 @@ def _options(request: ResponsesRequest) -> dict[str, Any]:
         "parallel_tool_calls": request.parallel_tool_calls,
         "reasoning_effort": None if request.reasoning is None else request.reasoning.effort,
     }
+    if request.wants_logprobs:
+        options |= {"logprobs": True, "top_logprobs": request.top_logprobs}
+    elif request.top_logprobs:
+        raise invalid_value(
+            "top_logprobs", "top_logprobs needs 'message.output_text.logprobs' in include"
+        )
     if request.text is not None and request.text.format is not None:
         options["response_format"] = _response_format(request.text.format)
     return {name: value for name, value in options.items() if value is not None}

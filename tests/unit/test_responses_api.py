@@ -118,6 +118,31 @@ async def test_the_events_of_a_stream_are_named_and_in_order():
         ]
 
 
+@pytest.mark.parametrize("burst", [1, 3, 100])
+async def test_logprobs_of_the_text_stand_beside_it(burst):
+    """Behind thoughts, before a call and behind it, streamed and whole."""
+    script = write("hm", "</think>", "I add.", CALL.format(note="n"), "\nDone.", EOS)
+    wanted: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    async with serving(script, burst=burst, info=WIDE) as bed:
+        fields = wanted | {"tools": TOOLS, "reasoning": {"effort": "high"}}
+        answer: Any = await ask(bed, **fields)
+        first, last = (i.content[0] for i in answer.output if i.type == "message")
+        assert b"".join(bytes(score.bytes) for score in first.logprobs) == b"I add."
+        assert all(len(score.top_logprobs) == 2 for score in first.logprobs)
+        assert first.logprobs[0].logprob == -1.5
+        assert b"".join(bytes(score.bytes) for score in last.logprobs).endswith(b"Done.")
+        events = [e async for e in await official(bed).responses.create(
+            model="tiny", input="hi", stream=True, **fields
+        )]  # fmt: skip
+        deltas = [e for e in events if e.type == "response.output_text.delta"]
+        streamed = [score.token for event in deltas for score in event.logprobs]
+        assert streamed == [score.token for part in (first, last) for score in part.logprobs]
+        done = [e for e in events if e.type == "response.output_text.done"]
+        assert [score.token for event in done for score in event.logprobs] == streamed
+        bare: Any = await ask(bed, tools=TOOLS, reasoning={"effort": "high"})
+        assert all(i.content[0].logprobs == [] for i in bare.output if i.type == "message")
+
+
 async def test_a_cut_answer_is_incomplete():
     async with serving(write("a b c d e f")) as bed:
         answer = await ask(bed, max_output_tokens=3)
@@ -241,6 +266,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"background": True}, "background"),
     ({"conversation": "x"}, "conversation"),
     ({"include": ["file_search_call.results"]}, "include.0"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"include": ["message.output_text.logprobs"], "top_logprobs": 21}, "top_logprobs"),
     ({"previous_response_id": "resp_x"}, "previous_response_id"),
 ]  # fmt: skip
 
