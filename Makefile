@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: serve test test-unit test-deep sweep soak planted clients page check format dev bench train \
+.PHONY: serve test test-unit test-deep sweep soak planted clients docs page check format dev bench train \
 	train-drafts train-smoke clean
 
 serve: $(VENV)/.installed
@@ -39,6 +39,10 @@ planted: dev
 clients: dev
 	$(BIN)/python tests/clients/run.py $(ARGS)
 
+# Lists in docs/ that are made from the sources: files, metrics.
+docs: dev
+	$(BIN)/python tests/unit/test_generated_docs.py
+
 # The chat page in headless Chromium (Debian: apt-get install chromium); leaves pictures in /tmp.
 page: dev
 	$(BIN)/python tests/page/browser.py $(ARGS)
@@ -61,7 +65,8 @@ bench: dev
 train: dev
 	$(BIN)/python -m training --out build/tiny-dsa-first --seed 1 --minutes 8.2 --workers 14 --no-gates
 	$(BIN)/python -m training --resume build/tiny-dsa-first --out checkpoints/tiny-dsa \
-		--phases sparse:1 --lr 1.5e-3 --index-lr 4e-3 --seed 100001 --minutes 7.9 --workers 14
+		--phases sparse:1 --lr 1.5e-3 --index-lr 4e-3 --seed 100001 --minutes 7.9 --workers 14 \
+		--no-gates
 	$(BIN)/python -m benchmarks.tiny_dsa --device cuda --rows 12
 
 # Teaches the MTP layer of checkpoints/tiny-dsa to draft several tokens ahead, on a CPU.
@@ -81,10 +86,13 @@ train-smoke: dev
 
 # uv looks at the machine and takes torch's CPU or CUDA build; where it cannot, pip decides.
 $(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "1/3 making a virtual environment in $(VENV)"
 	$(PYTHON) -m venv $(VENV)
+	@echo "2/3 installing torch: several hundred MB, minutes on a slow line"
 	$(BIN)/python -m pip install -q -c constraints.txt uv
 	UV_HTTP_RETRIES=0 $(BIN)/uv pip install -q --python $(BIN)/python --torch-backend=auto \
 		-c constraints.txt torch || $(BIN)/python -m pip install -q -c constraints.txt torch
+	@echo "3/3 installing minidsa and the other libraries"
 	$(BIN)/python -m pip install -q -c constraints.txt -e .
 	touch $@
 

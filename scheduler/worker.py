@@ -105,9 +105,10 @@ def _run(link: EngineLink, config: EngineConfig, check: Checker) -> None:
     try:
         checked = check(config)
         loading.restart()
+        directory = _session_directory(config)
         link.send(Planned(checked.plan))
         loaded = checked.load(loading.restart)
-        sessions = _sessions(config, loaded)
+        sessions = _sessions(config, loaded, directory)
     except (ValueError, OSError) as error:
         raise StartRefused(str(error), isinstance(error, SettingError)) from error
     info = loaded.info
@@ -139,24 +140,30 @@ def new_scheduler(
     )
 
 
-def _sessions(config: EngineConfig, loaded: LoadedEngine) -> Sessions:
-    """Raises SettingError for a folder that cannot be used."""
+def _session_directory(config: EngineConfig) -> Path | None:
+    """The folder for sessions, which is there now; raises SettingError where it cannot be used."""
     if config.cache.session_dir is None:
-        return Sessions(loaded.kv_cache, None)
+        return None
     if not config.cache.session_dir:
         raise SettingError("cache.session_dir is empty: name a folder")
     if not config.cache.prefix_reuse:
         raise SettingError("cache.session_dir is given, but cache.prefix_reuse is off")
-    from ..kv_cache.session_file import (  # noqa: PLC0415 - torch belongs to the child alone
-        SessionFiles,
-        fingerprint,
-    )
-
     directory = Path(config.cache.session_dir)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SettingError(f"cache.session_dir {directory}: {error.strerror}") from error
+    return directory
+
+
+def _sessions(config: EngineConfig, loaded: LoadedEngine, directory: Path | None) -> Sessions:
+    if directory is None:
+        return Sessions(loaded.kv_cache, None)
+    from ..kv_cache.session_file import (  # noqa: PLC0415 - torch belongs to the child alone
+        SessionFiles,
+        fingerprint,
+    )
+
     # Only an engine with a model is ever started with a folder.
     storage = cast("ModelRunner", loaded.runner).storage
     return Sessions(

@@ -13,13 +13,13 @@ MTP_WORDS = (
 def loaded_lines(service: Service) -> list[str]:
     """Lines for the operator, once the checkpoint is loaded."""
     info = service.info
-    parameters, weights = shown_count(info.num_parameters), shown_bytes(info.weight_bytes)
+    parameters = shown_count(info.num_parameters)
     cache = info.num_cache_tokens * info.cache_bytes_per_token
     mtp = dict(MTP_WORDS)[info.mtp_layer]
     places = info.num_cache_tokens // service.max_tokens
     return [
-        f"loaded {service.model_name}: {info.model_type}, {parameters} parameters{mtp}, "
-        f"{weights} of weights in {info.dtype} on {info.device}, "
+        f"loaded {service.model_name}: {info.model_type}, {parameters} parameters{mtp} "
+        f"in {info.dtype} on {info.device}, "
         f"attention by {info.attention_backend}",
         *(f"  {note}" for note in (*info.notes, *service.notes)),
         f"cache: {info.num_cache_tokens} tokens in pages of {info.page_size} "

@@ -1,7 +1,7 @@
 """Takes in a request body: its type, its size, its time, its JSON, its fields.
 
-Everything is bounded before it is read. What is over a limit closes the connection, since the rest
-of the body is still on its way.
+Everything is bounded before it is read. What is over a limit closes the connection, since a rest of
+the body may still be on its way.
 """
 
 import asyncio
@@ -17,6 +17,10 @@ from .long_text import in_thread_if_long
 from .sse import ClientGone
 from .strict_json import read_object
 from .validation import validate, without_unknown
+
+DRAINED = 16
+"""How many times the limit is read, and dropped, of a body that is over it: a client that is still
+sending when the connection closes would see a reset instead of the answer."""
 
 _Fields = TypeVar("_Fields", bound=BaseModel)
 
@@ -70,20 +74,29 @@ def _check_type(media_type: str) -> None:
 
 async def _read(request: Request, limits: LimitsConfig) -> bytes:
     announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced[:20]) > limits.max_body_bytes:
+    is_too_large = announced.isdecimal() and int(announced[:20]) > limits.max_body_bytes
+    if is_too_large and "expect" in request.headers:
+        # The client asked before it sent anything.
         raise body_too_large(limits.max_body_bytes)
-    body = bytearray()
+    body, size = bytearray(), 0
     try:
         async with asyncio.timeout(limits.body_seconds):
             async for piece in request.stream():
-                body += piece
-                if len(body) > limits.max_body_bytes:
-                    raise body_too_large(limits.max_body_bytes)
+                size += len(piece)
+                is_too_large = is_too_large or size > limits.max_body_bytes
+                if not is_too_large:
+                    body += piece
+                elif size > DRAINED * limits.max_body_bytes:
+                    break
     except TimeoutError:
+        if is_too_large:
+            raise body_too_large(limits.max_body_bytes) from None
         message = f"The request body did not arrive within {limits.body_seconds:g} seconds"
         raise ApiError(
             408, message, code="request_timeout", headers={"connection": "close"}
         ) from None
     except ClientDisconnect:
         raise ClientGone from None
+    if is_too_large:
+        raise body_too_large(limits.max_body_bytes)
     return bytes(body)

@@ -17,6 +17,10 @@ from .messages_api.errors import shaped_body
 from .page import PAGE_FILES
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/version", *PAGE_FILES})
+GENERATING_PATHS = frozenset(
+    {"/v1/messages", "/v1/responses"}
+    | {f"{prefix}/{name}" for prefix in ("", "/v1") for name in ("chat/completions", "completions")}
+)
 CLIENT_GONE = 499
 # OpenAI's clients read the first, Anthropic's the second.
 _ID_HEADERS = (b"x-request-id", b"request-id")
@@ -77,8 +81,12 @@ class Gate:
             challenge = {"www-authenticate": "Bearer"}
             message = "The API key is missing or wrong"
             raise ApiError(401, message, code="invalid_api_key", headers=challenge)
-        key.enter()
         scope["state"]["owner"] = key.digest
+        # Reading metrics or counting tokens is not what a key's limits are for.
+        if scope["path"] not in GENERATING_PATHS:
+            yield
+            return
+        key.enter()
         try:
             yield
         finally:

@@ -79,7 +79,7 @@ class _EngineCollector(Collector):
     def _accepted_at(self, counts: Sequence[int]) -> CounterMetricFamily:
         family = CounterMetricFamily(
             "minidsa:spec_decode_num_accepted_tokens_per_pos",
-            "Drafts accepted, by their position",
+            "Drafts accepted",
             labels=["model_name", "position"],
         )
         for position, count in enumerate(counts):

@@ -28,6 +28,31 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     }
 )
 MAX_PROBLEMS = 10
+# What is wrong, by the type of a problem; braces take what the problem says of itself.
+_WORDS: Mapping[str, str] = MappingProxyType(
+    {
+        "int_type": "must be an integer",
+        "float_type": "must be a number",
+        "bool_type": "must be true or false",
+        "string_type": "must be a string",
+        "list_type": "must be a list",
+        "dict_type": "must be an object",
+        "model_type": "must be an object",
+        "model_attributes_type": "must be an object",
+        "none_required": "must be null",
+        "finite_number": "must be a finite number",
+        "literal_error": "must be {expected}",
+        "union_tag_invalid": "must be one of {expected_tags}",
+        "greater_than": "must be greater than {gt}",
+        "greater_than_equal": "must be at least {ge}",
+        "less_than": "must be less than {lt}",
+        "less_than_equal": "must be at most {le}",
+        "string_too_short": "must have at least {min_length} characters",
+        "string_too_long": "must have at most {max_length} characters",
+        "too_short": "must have at least {min_length} entries",
+        "too_long": "must have at most {max_length} entries",
+    }
+)
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -136,7 +161,8 @@ def _problem(problem: ErrorDetails, model: type[BaseModel]) -> str:
             return f"{path} is not supported by this server{_nearest(path, model)}"
         case "unsupported" | "invalid":
             return f"{path}: {problem['msg']}"
-    text = problem["msg"].removeprefix("Input ")
+    words = _WORDS.get(problem["type"], "has a value that is not taken")
+    text = words.format_map(problem.get("ctx", {}))
     return f"{path} {text}, not {shown(problem['input'])}"
 
 

@@ -52,7 +52,15 @@ class Chart {
     this.svg.setAttribute("viewBox", `0 0 ${KEPT - 1} 100`);
     this.svg.setAttribute("preserveAspectRatio", "none");
     this.svg.setAttribute("role", "img");
-    figure.append(caption, this.svg);
+    const frame = document.createElement("div");
+    frame.className = "frame";
+    this.scale = document.createElement("span");
+    this.scale.className = "most";
+    const zero = document.createElement("span");
+    zero.className = "zero";
+    zero.textContent = "0";
+    frame.append(this.svg, this.scale, zero);
+    figure.append(caption, frame);
     document.getElementById("charts").append(figure);
   }
 
@@ -65,6 +73,7 @@ class Chart {
     this.shown.textContent = now;
     const range = known.length ? `now ${now}, at most ${this.write(Math.max(...known))}` : now;
     this.svg.setAttribute("aria-label", `${this.title}: ${range} in the last two minutes`);
+    this.scale.textContent = this.write(most || 1);
     this.draw(most || 1);
   }
 
@@ -87,9 +96,12 @@ class Chart {
 
 export function startEngine(ask) {
   const charts = CHARTS.map(([title, read, write, top]) => ({ read, chart: new Chart(title, write, top) }));
-  let timer = null, before = null, beforeAt = 0;
+  let before = null, beforeAt = 0, isReading = false;
 
   async function read() {
+    // A page that nobody sees asks for nothing, and a slow answer is waited for.
+    if (isReading || document.hidden) return;
+    isReading = true;
     const status = document.getElementById("engine-status");
     try {
       const response = await ask("metrics");
@@ -98,18 +110,15 @@ export function startEngine(ask) {
       const seconds = (at - beforeAt) / 1000;
       for (const { read, chart } of charts) chart.add(read(now, before ?? now, seconds));
       [before, beforeAt] = [now, at];
-      status.textContent = "Read from /metrics once a second, while this tab is shown.";
+      status.textContent = "Read from /metrics once a second; each chart holds the last two minutes.";
     } catch (error) {
       status.textContent = `The engine's state cannot be read: ${error.message}`;
+    } finally {
+      isReading = false;
     }
   }
 
-  return {
-    show(isShown) {
-      clearInterval(timer);
-      if (!isShown) return;
-      read();
-      timer = setInterval(read, PERIOD);
-    },
-  };
+  // From the start, so that whoever opens the tab sees what has been.
+  read();
+  setInterval(read, PERIOD);
 }

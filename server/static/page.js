@@ -26,13 +26,17 @@ async function showModel() {
 
 element("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
+  // No header can carry anything else, and fetch() would fail without a word.
+  if (!/^[!-~]+$/.test(element("key").value)) {
+    element("key-note").textContent = "A key has letters, digits and signs of ASCII only, no spaces.";
+    return;
+  }
   sessionStorage.setItem(KEY, element("key").value);
   element("key").value = "";
   showModel();
 });
 
 const tabs = [...document.querySelectorAll("[role=tab]")];
-const engine = startEngine(ask);
 
 function select(tab) {
   for (const other of tabs) {
@@ -41,7 +45,6 @@ function select(tab) {
     other.tabIndex = isChosen ? 0 : -1;
     element(other.getAttribute("aria-controls")).hidden = !isChosen;
   }
-  engine.show(tab.id === "engine-tab");
 }
 
 tabs.forEach((tab, index) => {
@@ -56,5 +59,6 @@ tabs.forEach((tab, index) => {
 });
 
 if (location.hash === "#engine") select(element("engine-tab"));
+startEngine(ask);
 startChat(ask);
 showModel().catch(() => { element("status").textContent = "The server does not answer."; });

@@ -66,6 +66,35 @@ def error_of(answer: bytes, status: int) -> dict:
     return json.loads(body)["error"]
 
 
+@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize("size", [6_000, 60_000])
+async def test_a_body_over_the_limit_is_read_away_so_that_its_answer_arrives(size, announced):
+    """A client that writes all of its body before it reads must see the answer, not a reset."""
+    async with serving(config=server_config(limits=LIMITS)) as bed, listening(bed) as port:
+        body = b"x" * size
+        length = b"content-length: %d" % size if announced else b"transfer-encoding: chunked"
+        if not announced:
+            body = b"%x\r\n%b\r\n0\r\n\r\n" % (size, body)
+        top = head(b"content-type: application/json", length, b"")
+        answer = await exchange(port, top, body[:3000], body[3000:], pause=0.05)
+        assert error_of(answer, 413)["code"] == "request_too_large"
+
+
+async def test_a_client_that_asks_first_is_refused_before_it_sends():
+    async with serving(config=server_config(limits=LIMITS)) as bed, listening(bed) as port:
+        length = b"content-length: 1000000"
+        expect = b"expect: 100-continue"
+        answer = await exchange(port, head(b"content-type: application/json", length, expect, b""))
+        assert error_of(answer, 413)["code"] == "request_too_large"
+
+
+async def test_a_body_without_end_is_given_up():
+    async with serving(config=server_config(limits=LIMITS)) as bed, listening(bed) as port:
+        top = head(b"content-type: application/json", b"content-length: 100000000", b"")
+        answer = await exchange(port, top, b"x" * (16 * 5000 + 1), pause=0.05)
+        assert answer == b"" or error_of(answer, 413)
+
+
 @pytest.mark.parametrize(
     "pieces",
     [

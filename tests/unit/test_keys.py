@@ -56,6 +56,15 @@ async def test_a_rate_is_refused_as_429_with_its_time(file):
         assert (await bed.client.get("/health", headers=headers)).status_code == 200
 
 
+async def test_only_requests_that_generate_count(file):
+    async with serving(lambda submit: [120, EOS], config=server_config(api_key_file=file)) as bed:
+        headers = {"authorization": "Bearer first"}
+        for path in ("/v1/models", "/metrics", "/server_info") * 3:
+            assert (await bed.client.get(path, headers=headers)).status_code == 200
+        assert [await ask(bed, "first") for _ in range(3)] == [200, 200, 429]
+        assert (await bed.client.get("/metrics", headers=headers)).status_code == 200
+
+
 async def test_requests_at_once_are_counted_until_they_end(file):
     async with serving(lambda submit: [120, EOS], config=server_config(api_key_file=file)) as bed:
         bed.engine.held = True

@@ -6,7 +6,9 @@ import pytest
 
 from minidsa.server.chat_protocol import ChatRequest, TokenizeRequest
 from minidsa.server.errors import ApiError
+from minidsa.server.messages_api.protocol import MessagesRequest
 from minidsa.server.protocol import CompletionRequest
+from minidsa.server.responses_api.protocol import ResponsesRequest
 from minidsa.server.sampling import OutputShape, SamplingDefaults, child_seed, resolve
 from minidsa.server.validation import validate
 from scripted_engine import INFO
@@ -255,6 +257,24 @@ def test_malformed_tool_choices_are_refused(choice):
     error = refusal(chat, tool_choice=choice)
     assert (error.param or "").startswith("tool_choice")
     assert error.code == "invalid_value"
+
+
+VALUES = (True, "x", "", 1.5, -1, 10**30, [], [[]], [1, "a"], {}, {"type": "x"}, float("nan"))
+
+
+@pytest.mark.parametrize(
+    "model", [ChatRequest, CompletionRequest, TokenizeRequest, ResponsesRequest, MessagesRequest]
+)
+def test_a_refusal_is_in_our_words(model):
+    """No text of the validating library, and never only that something is wrong."""
+    for field in model.model_fields:
+        for value in VALUES:
+            try:
+                validate(model, {field: value})
+            except ApiError as error:
+                problems = [p for p in error.message.split("; ") if p.startswith(field)]
+                for word in ("Input", "valid", "should", "discriminator", "not taken", "{"):
+                    assert not any(word in p.partition(", not ")[0] for p in problems), problems
 
 
 def test_many_problems_are_cut_to_ten():

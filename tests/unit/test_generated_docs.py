@@ -1,0 +1,91 @@
+"""What the docs list is what the code has: files, metrics, error codes.
+
+The lists are made from the sources; `make docs` writes them anew.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from minidsa.scheduler.messages import DraftStats, EngineStats
+from minidsa.server.errors import ApiError
+from minidsa.server.metrics import Metrics
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("server", "scheduler", "model", "attention", "kv_cache", "configs")
+API, FILES = ROOT / "docs" / "api.md", ROOT / "docs" / "files.md"
+TOP = """# Every file
+
+One line each, in the order of the layers; `make docs` writes this page from the files' docstrings.
+[architecture.md](architecture.md) says how they work together.
+"""
+
+
+def file_list() -> str:
+    """docs/files.md."""
+    lines = [TOP]
+    for package in PACKAGES:
+        lines += [f"\n## {package}\n", "| file | |", "|---|---|"]
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if path.name != "__init__.py":
+                said = ast.get_docstring(ast.parse(path.read_text())) or ""
+                first = " ".join(said.partition("\n\n")[0].split()).replace("|", "\\|")
+                lines.append(f"| `{path.relative_to(ROOT)}` | {first} |")
+    return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
+
+
+def metric_table() -> str:
+    """The table of docs/api.md, of a server that drafts and so has all of them."""
+    stats = EngineStats(drafts=DraftStats(1, 1, 1, [1], 1))
+    metrics = Metrics("model", lambda: stats)
+    metrics.count_http("/health", 200)
+    registry: CollectorRegistry = metrics._registry
+    rows = ["| metric | kind | what it counts |", "|---|---|---|"]
+    for family in sorted(registry.collect(), key=lambda family: family.name):
+        suffix = "_total" if family.type == "counter" else ""
+        labels = sorted({name for sample in family.samples for name in sample.labels})
+        names = [name for name in labels if name not in ("le", "model_name")]
+        more = f", by {' and '.join(names)}" if names else ""
+        rows.append(f"| `{family.name}{suffix}` | {family.type} | {family.documentation}{more} |")
+    return "\n".join(rows) + "\n"
+
+
+def written_table() -> str:
+    """The table as it stands in docs/api.md."""
+    found = re.search(r"(?m)^\| metric \|(?:.*\n)(?:\|.*\n)+", API.read_text())
+    assert found is not None, "docs/api.md has no table of metrics"
+    return found.group()
+
+
+def test_every_file_is_listed_with_what_it_is_for():
+    assert FILES.read_text() == file_list(), "run `make docs`"
+
+
+def test_every_metric_is_listed():
+    assert written_table() == metric_table(), "run `make docs`"
+
+
+def test_every_error_code_and_status_is_in_the_docs():
+    _, _, text = API.read_text().partition("## Errors")
+    section = text.partition("\n## ")[0]
+    codes, statuses = set(), set()
+    for path in (ROOT / "server").rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(ApiError.__name__):
+                if call.args and isinstance(call.args[0], ast.Constant):
+                    statuses.add(str(call.args[0].value))
+                codes |= {
+                    word.value.value
+                    for word in call.keywords
+                    if word.arg == "code" and isinstance(word.value, ast.Constant)
+                }
+    assert len(codes) > 15 and len(statuses) > 8
+    assert {code for code in codes if f"`{code}`" not in section} == set()
+    assert {status for status in statuses if f"| {status} |" not in section} == set()
+
+
+if __name__ == "__main__":
+    FILES.write_text(file_list())
+    API.write_text(API.read_text().replace(written_table(), metric_table()))
