@@ -25,7 +25,7 @@ test-deep: dev
 
 # Thousands of random settings in which every answer has to be its own, to the last bit.
 sweep: dev
-	$(PYTEST) -m deep tests/unit/test_equality_sweep.py $(ARGS)
+	PYTHONPATH=tests $(BIN)/python tests/unit/sweep.py $(ARGS)
 
 # A million random operations on pool, prefix cache and scheduler: `make soak ARGS="--seed 7"`.
 soak: dev

@@ -7,7 +7,7 @@ from itertools import chain
 from .prefix_cache import KeyChain
 
 
-@dataclass
+@dataclass(slots=True)
 class BlockTable:
     """Token i of the request lives in page i // page_size at offset i % page_size.
 

@@ -6,17 +6,19 @@ they bring and in which of them want a token sampled, so one list describes any 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+
+import msgspec
 
 from .request import Request
 
 
-class Work(NamedTuple):
+class Work(msgspec.Struct, frozen=True, gc=False):
     """One request's part of a step: its tokens start..start+num_tokens-1.
 
     `samples` says whether the request's newest token is among them, so that the next one is chosen
     from its logits; `draft_ids`, guesses at the tokens behind it, are then the last ones computed.
-    `num_to_draft` guesses are wanted for the next step.
+    `num_to_draft` guesses are wanted for the next step. Every token costs one of these, hence the
+    Struct: it is made in half the time of a named tuple.
     """
 
     request: Request

@@ -85,7 +85,7 @@ Question = FlushCache | SaveSession | RestoreSession
 Command = Submit | Abort | Question | Shutdown
 
 
-class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
+class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What one step produced for one request.
 
     A stop id that ended the request is the last of `token_ids`. `logprobs` runs parallel to

@@ -14,7 +14,7 @@ from ..configs.engine import SchedulerConfig
 from ..kv_cache.cache import KvCache
 from .batch import Step, Work
 from .policy import ShortestFirst, rank_of
-from .request import Phase, Request, State
+from .request import DECODE, EXTEND, Request, State
 from .roster import Roster
 from .speculative import Speculation
 from .stats import Counters
@@ -81,17 +81,17 @@ class StepPlanner:
         Victims are taken from the end of the list that is walked from the front, so none of them
         has work in this step yet.
         """
-        decoding = [request for request in self._running if request.phase is Phase.DECODE]
+        decoding = [request for request in self._running if request.phase is DECODE]
         drafts = self._speculation.propose(decoding, self._budget)
         reach, page_size = self._speculation.reach, self._cache.page_size
         works = []
         for request, guess in zip(decoding, drafts, strict=True):
             start = request.num_computed
-            # Pages can only be full where the next one would begin.
+            # Pages can only be full where the next one would begin; a victim holds none at all.
             if not start % page_size and start >= request.table.capacity:
                 self._make_room(request)
-            if request.state is not State.RUNNING:
-                break
+                if request.state is not State.RUNNING:
+                    break
             if not reach:
                 works.append(Work(request, start, 1, True))
                 continue
@@ -125,7 +125,7 @@ class StepPlanner:
 
     def _extends(self, budget: int) -> list[Work]:
         """Prompt chunks of the requests under way and of those that can start, in turn."""
-        under_way = sorted((r for r in self._running if r.phase is Phase.EXTEND), key=self._order)
+        under_way = sorted((r for r in self._running if r.phase is EXTEND), key=self._order)
         works: list[Work] = []
         head = self._queue.head()
         while budget > 0 and (head is not None or under_way):

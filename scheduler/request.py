@@ -30,6 +30,10 @@ class Phase(enum.Enum):
     DECODE = "decode"
 
 
+# Asked for every request and step, and an attribute of an enum takes long to find.
+EXTEND, DECODE = Phase
+
+
 _TRANSITIONS = frozenset(
     {
         (State.WAITING, State.RUNNING),
@@ -168,7 +172,7 @@ class Request:
         """
         self.output_ids.append(token_id)
         self.num_tokens += 1
-        self.phase = Phase.DECODE
+        self.phase = DECODE
         params, count = self.params, len(self.output_ids)
         if token_id in params.stop_token_ids and count > params.min_tokens:
             return "stop"

@@ -101,15 +101,15 @@ class Scheduler:
         self.counters.num_steps += 1
         outputs, page_size = [], self.cache.page_size
         for work, result in zip(step.work, results, strict=True):
-            request, start, num_tokens, samples, draft_ids, _ = work
+            request, num_drafts = work.request, len(work.draft_ids)
             if result.error is not None:
                 outputs.append(self._end(request, "error", result.error))
                 continue
-            num_rejected = len(draft_ids) + 1 - len(result.token_ids) if samples else 0
-            request.num_computed = start + num_tokens - num_rejected
+            num_rejected = num_drafts + 1 - len(result.token_ids) if num_drafts else 0
+            request.num_computed = work.start + work.num_tokens - num_rejected
             if result.prompt_logprobs:
                 request.prompt_scores.extend(result.prompt_logprobs)
-            if samples:
+            if work.samples:
                 outputs.append(self._take_tokens(work, result))
             elif request.num_computed == request.num_tokens:
                 # Nothing was to be generated: the prompt's scores are the whole answer.
@@ -118,7 +118,7 @@ class Scheduler:
             has_full_page = request.num_computed // page_size > request.table.num_shared
             if has_full_page and request.state is State.RUNNING:
                 self._publish(request)
-        self.counters.num_generation_tokens += sum(len(output.token_ids) for output in outputs)
+        self.counters.num_generation_tokens += sum([len(output.token_ids) for output in outputs])
         return outputs
 
     def observe(self, step: Step, seconds: float) -> None:
@@ -164,7 +164,7 @@ class Scheduler:
                 break
         if request.matcher is not None and (error := request.matcher.error) is not None:
             return self._end(request, "error", error, "invalid")
-        token_ids = request.output_ids[before:]
+        token_ids = result.token_ids if reason is None else request.output_ids[before:]
         prompt_scores = None
         if not before:
             self.counters.num_prompt_tokens += len(request.prompt_ids)

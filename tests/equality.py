@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from checkpoints import t_markov, t_tied, t_tied_dense
 from minidsa.scheduler.messages import Submit, TokenLogprobs
 from model_driver import Answers, ModelDriver, Settings
 from scheduler_fakes import submit
 
+BEDS = {"sparse": t_tied, "dense": t_tied_dense, "accepted drafts": t_markov}
+"""Checkpoints with near-tied logits, and one whose drafts are right."""
 LENGTHS = (1, 2, 7, 8, 9, 15, 16, 17, 24, 33, 48, 63, 64, 65, 90)
 MOST_OUTPUTS = 12
 # What the longest request and the page that a decode may need hold.

@@ -11,15 +11,13 @@ import pytest
 import torch
 
 import model_driver
-from checkpoints import NAN_TOKEN, t_markov, t_nan, t_tied, t_tied_dense
-from equality import Sweep, bits, random_request
+from checkpoints import NAN_TOKEN, t_nan, t_tied
+from equality import BEDS, Sweep, bits, random_request
 from minidsa.model.checkpoint import read_config
 from minidsa.model.loader import load_model
 from minidsa.scheduler.messages import Submit
 from model_driver import Answers, ModelDriver, Settings
 from scheduler_fakes import submit
-
-BEDS = {"sparse": t_tied, "dense": t_tied_dense, "accepted drafts": t_markov}
 
 
 @pytest.mark.slow
@@ -28,24 +26,6 @@ def test_num_17_every_answer_is_its_own_in_a_few_settings(bed):
     sweep = Sweep(BEDS[bed](), num_requests=20)
     assert [found for seed in range(6) if (found := sweep.difference(seed))] == []
     assert sweep.met["cached tokens"] > 0
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("bed", BEDS)
-@pytest.mark.parametrize("block", range(20))
-def test_num_17_every_answer_is_its_own_in_2000_settings(bed, block):
-    """100 settings a block; 2000 for each bed."""
-    first = 1000 + 100 * block
-    sweep = sweep_of(bed)
-    sweep.met.clear()
-    assert [found for seed in range(first, first + 100) if (found := sweep.difference(seed))] == []
-    assert min(sweep.met.values()) > 0 and len(sweep.met) == 3
-    print(bed, block, dict(sweep.met))
-
-
-@functools.cache
-def sweep_of(bed: str) -> Sweep:
-    return Sweep(BEDS[bed]())
 
 
 def test_num_17_the_sweep_notices_a_last_bit(monkeypatch):
