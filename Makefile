@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: serve test test-unit test-deep sweep soak planted clients docs page check format dev bench train \
+.PHONY: serve test test-unit test-deep sweep drafts soak planted clients docs page check format dev bench train \
 	train-drafts train-smoke clean
 
 serve: $(VENV)/.installed
@@ -26,6 +26,10 @@ test-deep: dev
 # Thousands of random settings in which every answer has to be its own, to the last bit.
 sweep: dev
 	PYTHONPATH=tests $(BIN)/python tests/unit/sweep.py $(ARGS)
+
+# 500 prompts under every feature with every number of drafts of either kind.
+drafts: dev
+	PYTHONPATH=tests $(BIN)/python tests/system/drafts.py $(ARGS)
 
 # A million random operations on pool, prefix cache and scheduler: `make soak ARGS="--seed 7"`.
 soak: dev

@@ -22,6 +22,7 @@ from minidsa.model.checkpoint import read_config
 from minidsa.model.deepseek import DeepseekModel
 from minidsa.model.loader import load_model
 from minidsa.model.runner import ModelRunner
+from minidsa.scheduler.grammar import GrammarCompiler
 from minidsa.scheduler.launch import launch
 from minidsa.scheduler.messages import RequestOutput, Submit, TokenLogprobs
 from minidsa.scheduler.speculative import Speculation, new_speculation
@@ -76,7 +77,11 @@ class ModelDriver:
     """One engine without its process: requests in, outputs out."""
 
     def __init__(
-        self, directory: Path, settings: Settings, speculation: Speculation | None = None
+        self,
+        directory: Path,
+        settings: Settings,
+        speculation: Speculation | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         model = model_of(directory, with_mtp=settings.drafter == "mtp")
         config = model.config
@@ -103,7 +108,7 @@ class ModelDriver:
         if speculation is None:
             speculation = new_speculation(settings.drafter, settings.num_drafts, adaptive=False)
         self.scheduler = PreemptingScheduler(
-            limits, cache, settings.max_model_len, config.vocab_size, speculation
+            limits, cache, settings.max_model_len, config.vocab_size, speculation, grammars
         )
         self.scheduler.every = settings.preempt_every
 
@@ -125,18 +130,20 @@ class ModelDriver:
 
 
 class Answers:
-    """Ids and log-probabilities by request, and how each ended."""
+    """Ids and log-probabilities by request, how each ended, and all outputs as they came."""
 
     def __init__(self) -> None:
         self.ids: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[TokenLogprobs]] = {}
         self.ends: dict[str, RequestOutput] = {}
+        self.pieces: dict[str, list[RequestOutput]] = {}
         self.num_drafted = 0
         self.num_accepted = 0
 
     def take(self, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:
             self.ids.setdefault(output.request_id, []).extend(output.token_ids)
+            self.pieces.setdefault(output.request_id, []).append(output)
             self.num_drafted += output.num_drafted
             self.num_accepted += output.num_accepted
             scores = self.logprobs.setdefault(output.request_id, [])

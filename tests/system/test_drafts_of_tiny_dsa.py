@@ -1,19 +1,19 @@
-"""Drafts of the shipped model: a plain loop over the training network proposes the same ones."""
+"""Drafts of the shipped model: a plain loop over the training network proposes the same ones.
 
-import dataclasses
-import random
+And its answers under every feature; the long run of that is `make drafts`.
+"""
+
 from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 
-from minidsa.scheduler.messages import Submit
-from model_driver import Answers, ModelDriver, Settings
+from draft_matrix import FEATURES, SHIPPED, Matrix
+from model_driver import ModelDriver, Settings
 from scheduler_fakes import submit
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = ROOT / "checkpoints" / "tiny-dsa"
 QUESTIONS = (
     "Tell me a short story.",
     "What is 46 + 38?",
@@ -22,36 +22,12 @@ QUESTIONS = (
     "What is the opposite of hot?",
     "Hello!",
 )
-FEATURES = {
-    "plain": {},
-    "seeded": {"temperature": 1.0, "top_p": 0.95},
-    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 1.0, "frequency_penalty": 1.0},
-    "logprobs": {"logprobs": 3},
-    "bias": {"logit_bias": {100: 3.0, 200: -100.0}},
-    "min_tokens": {"min_tokens": 30},
-}
 
 
 def chat(question: str, context: str = "") -> list[int]:
     tokenizer = Tokenizer.from_file(str(SHIPPED / "tokenizer.json"))
     text = f"<｜begin▁of▁sentence｜>{context}<｜User｜>{question}<｜Assistant｜></think>"
     return tokenizer.encode(text, add_special_tokens=False).ids
-
-
-def requests(feature: str, count: int, max_tokens: int = 40) -> list[Submit]:
-    rng = random.Random(feature)
-    submits = []
-    for i in range(count):
-        prompt = chat(rng.choice(QUESTIONS) + " " * (i % 3))
-        command = submit(f"r{i}", prompt, max_tokens, stop_token_ids=[1])
-        known = {f: getattr(command.params, f) for f in command.params.__struct_fields__}
-        params = type(command.params)(**known | {"seed": i} | FEATURES[feature])
-        submits.append(Submit(command.request_id, prompt, params))
-    return submits
-
-
-def run(submits: list[Submit], **settings) -> Answers:
-    return ModelDriver(SHIPPED, Settings(pages=600, page_size=16, **settings)).run(submits)
 
 
 @torch.no_grad()
@@ -103,31 +79,23 @@ def test_spec_01_drafts_are_those_of_the_formula(monkeypatch, repeats):
 
 @pytest.mark.slow
 def test_first_drafts_are_mostly_accepted():
-    answers = run(requests("plain", 8), drafter="mtp", num_drafts=1)
+    settings = Settings(pages=600, page_size=16, drafter="mtp", num_drafts=1)
+    asked = [submit(q, chat(q), 40, stop_token_ids=[1]) for q in QUESTIONS]
+    answers = ModelDriver(SHIPPED, settings).run(asked)
     assert answers.num_accepted > 0.7 * answers.num_drafted
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("feature", FEATURES)
-def test_ids_do_not_depend_on_drafts(feature):
-    same(feature, 4, [Settings(drafter="mtp", num_drafts=2), Settings(drafter="ngram")])
+@pytest.mark.parametrize("name", FEATURES)
+def test_spec_10_spec_12_answers_do_not_depend_on_drafts(name):
+    matrix = Matrix(name, range(10, 12))
+    assert [matrix.difference("mtp", 3), matrix.difference("ngram", 4)] == [None, None]
+    assert matrix.met["accepted"] > 0
+    if name in ("prefix hit", "preemption"):
+        assert matrix.met["preemptions" if name == "preemption" else "cached tokens"] > 0
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("feature", FEATURES)
-def test_500_prompts_with_every_number_of_drafts(feature):
-    every = [Settings(drafter=d, num_drafts=k) for d in ("mtp", "ngram") for k in range(1, 8)]
-    every += [dataclasses.replace(s, preempt_every=5) for s in every[::3]]
-    same(feature, 500, every)
-
-
-def same(feature: str, count: int, variants: list[Settings]) -> None:
-    submits = requests(feature, count)
-    plain = run(submits)
-    for variant in variants:
-        settings = dataclasses.replace(variant, pages=600, page_size=16)
-        found = ModelDriver(SHIPPED, settings).run(submits)
-        assert found.ids == plain.ids
-        for request_id, scores in plain.logprobs.items():
-            for mine, other in zip(scores, found.logprobs[request_id], strict=True):
-                assert other.logprob == pytest.approx(mine.logprob, abs=1e-4)
+def test_a_token_that_differs_is_a_difference():
+    matrix = Matrix("logprobs", range(2))
+    matrix.plain[1]["ids"][-2] += 1
+    assert "ids of r1 differ" in str(matrix.difference("mtp", 2))
