@@ -99,6 +99,7 @@ def _combine(
     out_ptr,
     lse_ptr,
     rows,
+    parts,
     C: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -106,8 +107,12 @@ def _combine(
     group = tl.program_id(0) // rows
     row = tl.program_id(0) % rows
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    first = tl.load(first_ptr + group)
-    last = tl.load(first_ptr + group + 1)
+    if first_ptr is None:
+        first = group * parts
+        last = first + parts
+    else:
+        first = tl.load(first_ptr + group)
+        last = tl.load(first_ptr + group + 1)
     largest = float("-inf")
     total = 0.0
     acc = tl.zeros((BLOCK_C,), tl.float32)
@@ -137,12 +142,17 @@ def _combine(
 
 
 def combine(
-    part_PRC: Tensor, part_lse_PR: Tensor, first_G: Tensor, out_GRC: Tensor, lse_GR: Tensor
+    part_PRC: Tensor,
+    part_lse_PR: Tensor,
+    first_G: Tensor | int,
+    out_GRC: Tensor,
+    lse_GR: Tensor,
 ) -> None:
     """Join the parts first_G[g]..first_G[g + 1] - 1 of each group g into its rows, in place.
 
     part_PRC: fp32, attention of R rows over a part of their keys; part_lse_PR: fp32, natural,
-    -inf where a row saw nothing (its part is not read then). first_G: int32, groups + 1 of them.
+    -inf where a row saw nothing (its part is not read then). first_G: int32, groups + 1 of them;
+    or the number of parts that each group has.
     out_GRC: any float, lse_GR: fp32; both contiguous. A row that saw nothing in any part gets zeros
     and -inf.
     The twin is `reference.merge`. Floor: R * C * 4 bytes a part, from the L2 cache when they were
@@ -150,6 +160,9 @@ def combine(
     """
     groups, rows, width = out_GRC.shape
     block = min(power_of_two(width), 128)
+    first, parts = (None, first_G) if isinstance(first_G, int) else (first_G, 0)
+    at_once = min(power_of_two(max(parts, 8)), 32)
     _combine[(groups * rows, ceil_div(width, block))](
-        part_PRC, part_lse_PR, first_G, out_GRC, lse_GR, rows, width, block, 8, num_warps=2
-    )
+        part_PRC, part_lse_PR, first, out_GRC, lse_GR, rows, parts, width, block, at_once,
+        num_warps=2,
+    )  # fmt: skip

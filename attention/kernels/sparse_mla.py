@@ -178,9 +178,7 @@ def sparse_mla(
     else:
         _launch(q, rows, slots_TK, counts_T, part_THC, part_lse_TH, num_parts, tiling)
     if num_parts > 1:
-        ends = (tokens + 1) * num_parts
-        first_T = torch.arange(0, ends, num_parts, dtype=torch.int32, device=q_THX.device)
-        combine(part_THC, part_lse_TH, first_T, out_THC, lse_TH)
+        combine(part_THC, part_lse_TH, num_parts, out_THC, lse_TH)
     return out_THC, lse_TH
 
 
