@@ -12,13 +12,14 @@ from benchmarks.kernel_cases import Case, Entry, Section, closeness, floor_us
 from benchmarks.peers import Peers
 from minidsa.attention.kernels.fp8_rows import FP8
 from minidsa.model.fp8 import Fp8Weights, dequantise
+from minidsa.model.kernels.expert_groups import group_pairs
 from minidsa.model.kernels.fp8_experts import (
     fp8_experts,
-    group_pairs,
     grouped_product,
     quantised,
     reference_experts,
 )
+from minidsa.model.kernels.fp8_hopper import hopper_experts, hopper_linear
 from minidsa.model.kernels.fp8_linear import ProductTiling, fp8_linear
 from minidsa.model.kernels.fp8_rows import Fp8Rows, quantise_rows
 
@@ -58,10 +59,10 @@ def named(tiling: ProductTiling) -> str:
 
 
 def linear(peers: Peers, quick: bool) -> Iterator[Case]:
-    """One weight; 1, 16 and 64 rows as in decode steps, 4096 as in a prompt."""
+    """One weight; 1, 16 and 64 rows as in decode steps, more as in prompts."""
     for rows, columns in SHAPES[1:3] if quick else SHAPES:
         weight_ED, scales = random_weight(rows, columns)
-        for tokens in (1, 64) if quick else (1, 16, 64, 4096):
+        for tokens in (1, 64, 8192) if quick else (1, 16, 64, 128, 512, 2048, 8192):
             x = quantise_rows(torch.randn(tokens, columns, device=DEVICE, dtype=BF16))
             expected = x.plain() @ dequantise(weight_ED, scales).t()
             check = partial(_check, expected=expected)
@@ -69,6 +70,10 @@ def linear(peers: Peers, quick: bool) -> Iterator[Case]:
             for tiling in [] if quick else tilings(tokens):
                 run = partial(fp8_linear, x, weight_ED, scales, BF16, tiling=tiling)
                 entries.append(_entry(named(tiling), run, check))
+            if tokens > 64:
+                out_TE = torch.empty(tokens, rows, dtype=BF16, device=DEVICE)
+                run = partial(hopper_linear, x, weight_ED, scales, out_TE)
+                entries.append(_entry("minidsa by hand", run, check))
             entries += _library_entries(peers, x, weight_ED, scales, check)
             floor = floor_us(
                 rows * columns + tokens * (columns + 2 * rows), 2.0 * tokens * rows * columns, "fp8"
@@ -128,6 +133,14 @@ def grouped(peers: Peers, quick: bool) -> Iterator[Case]:
             groups = group_pairs(ids_T1, EXPERTS, tiling.rows)
             run = partial(grouped_product, x, weights, groups, 1, tiling, out_PE)
             entries.append(_entry(named(tiling), run, check))
+        if each > 32:
+            groups = group_pairs(ids_T1, EXPERTS, 128)
+
+            def run(x=x, groups=groups, out=out_PE) -> Tensor:
+                hopper_experts(x, weights, groups, 1, out)
+                return out
+
+            entries.append(_entry("minidsa by hand", run, check))
         entries += _grouped_peer(peers, x, weights, each, check)
         floor = floor_us(
             EXPERTS * rows * columns + len(x_TD) * (columns + 2 * rows),

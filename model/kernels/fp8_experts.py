@@ -7,10 +7,10 @@ some rows of its weight. Nothing waits for the host: the grid is as large as it 
 and programs without a tile leave. For a pair the sums have one fixed order whatever stands beside
 it, and the pairs of a token are added in the order of its choice.
 
-- `group_pairs`: where each pair stands when pairs are sorted by expert, and the tiles of each; many
-  pairs are sorted by torch.
+- `group_pairs` (`expert_groups.py`): where each pair stands when pairs are sorted by expert, and
+  the tiles of each.
 - `_products`: rows (gathered for the first product) times the expert's weight, blocks as in
-  `fp8_linear`.
+  `fp8_linear`; many rows on Hopper are a matter of `fp8_hopper.py`.
 - `_combine`: the weighted sum over a token's experts.
 
 Reads past the mask: nothing. The twin is `reference_experts`.
@@ -18,8 +18,6 @@ Reads past the mask: nothing. The twin is `reference_experts`.
 Floor on one H200: the weights of all experts that were chosen at 4.3 TB/s, or 6 * P * D * I
 operations for P pairs at 1979 TFLOP/s.
 """
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -29,100 +27,13 @@ from torch import Tensor
 from ...attention.kernels.fp8_rows import quantise
 from ...attention.kernels.launch import ceil_div, jit, power_of_two
 from ..fp8 import Fp8Weights, dequantise
+from . import fp8_hopper
+from .expert_groups import Groups, group_pairs
 from .fp8_linear import ProductTiling, add_blocks
 from .fp8_rows import GROUP, Fp8Rows, quantise_rows
 
-# Ranking takes the square of the pairs; a sort beyond so many.
-MOST_RANKED = 4096
-
-
-@dataclass(frozen=True)
-class Groups:
-    """Pairs in the order of their experts, cut into tiles of one expert.
-
-    order_P: int32, the pair at each place. tiles_N3: int32, for each tile its expert, its first
-    place and the place behind its last; expert -1 where there is no tile.
-    """
-
-    order_P: Tensor
-    tiles_N3: Tensor
-    tile_rows: int
-
-
-@jit
-def _rank(ids_ptr, order_ptr, ends_ptr, pairs, experts, pair_programs, BLOCK: tl.constexpr):
-    lane = tl.arange(0, BLOCK)
-    program = tl.program_id(0)
-    if program < pair_programs:
-        # Equal experts keep their order: pairs before this one count, those behind do not.
-        p = program * BLOCK + lane
-        own = tl.load(ids_ptr + p, mask=p < pairs, other=0).to(tl.int32)
-        rank = tl.zeros((BLOCK,), tl.int32)
-        for begin in range(0, pairs, BLOCK):
-            q = begin + lane
-            other = tl.load(ids_ptr + q, mask=q < pairs, other=experts).to(tl.int32)
-            earlier = (other[None, :] == own[:, None]) & (q[None, :] < p[:, None])
-            rank += tl.sum(((other[None, :] < own[:, None]) | earlier).to(tl.int32), 1)
-        tl.store(order_ptr + rank, p, mask=p < pairs)
-    else:
-        x = (program - pair_programs) * BLOCK + lane
-        count = tl.zeros((BLOCK,), tl.int32)
-        for begin in range(0, pairs, BLOCK):
-            q = begin + lane
-            other = tl.load(ids_ptr + q, mask=q < pairs, other=experts).to(tl.int32)
-            count += tl.sum((other[None, :] <= x[:, None]).to(tl.int32), 1)
-        tl.store(ends_ptr + x, count, mask=x < experts)
-
-
-@jit
-def _cut(ends_ptr, tiles_ptr, experts, num_tiles, ROWS: tl.constexpr, BLOCK_X: tl.constexpr):
-    x = tl.arange(0, BLOCK_X)
-    end = tl.load(ends_ptr + x, mask=x < experts, other=0)
-    start = tl.load(ends_ptr + x - 1, mask=(x > 0) & (x < experts), other=0)
-    own = tl.where(x < experts, (end - start + ROWS - 1) // ROWS, 0)
-    first = tl.cumsum(own, 0) - own
-    for i in range(tl.max(own, 0)):
-        place = tiles_ptr + (first + i) * 3
-        tl.store(place, x, mask=i < own)
-        tl.store(place + 1, start + i * ROWS, mask=i < own)
-        tl.store(place + 2, tl.minimum(end, start + (i + 1) * ROWS), mask=i < own)
-    used = tl.sum(own, 0)
-    for begin in range(used, num_tiles, BLOCK_X):
-        tile = begin + x
-        tl.store(tiles_ptr + tile * 3, -1, mask=tile < num_tiles)
-
-
-def group_pairs(ids_TK: Tensor, num_experts: int, tile_rows: int) -> Groups:
-    """Sort the pairs by expert, earlier ones first, and cut each expert's into tiles.
-
-    ids_TK: integers below num_experts, contiguous.
-    """
-    pairs, device = ids_TK.numel(), ids_TK.device
-    order_P, ends_X = (_rank_pairs if pairs <= MOST_RANKED else _sort_pairs)(ids_TK, num_experts)
-    # Each expert wastes less than one tile.
-    num_tiles = pairs // tile_rows + min(pairs, num_experts)
-    tiles_N3 = torch.empty(num_tiles, 3, dtype=torch.int32, device=device)
-    _cut[(1,)](ends_X, tiles_N3, num_experts, num_tiles, tile_rows, power_of_two(num_experts))
-    return Groups(order_P, tiles_N3, tile_rows)
-
-
-def _rank_pairs(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """The pairs in order, and behind which place those of each expert end; int32."""
-    pairs, device, block = ids_TK.numel(), ids_TK.device, 64
-    order_P = torch.empty(pairs, dtype=torch.int32, device=device)
-    ends_X = torch.empty(num_experts, dtype=torch.int32, device=device)
-    programs = ceil_div(pairs, block)
-    _rank[(programs + ceil_div(num_experts, block),)](
-        ids_TK, order_P, ends_X, pairs, num_experts, programs, block
-    )
-    return order_P, ends_X
-
-
-def _sort_pairs(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    sorted_P, order_P = torch.sort(ids_TK.flatten().int(), stable=True)
-    experts_X = torch.arange(num_experts, dtype=torch.int32, device=ids_TK.device)
-    ends_X = torch.searchsorted(sorted_P, experts_X, right=True, out_int32=True)
-    return order_P.int(), ends_X
+# From so many rows for each expert on the products by hand are faster.
+HOPPER_ROWS = 48
 
 
 @jit
@@ -257,13 +168,20 @@ def fp8_experts(
     if not tokens:
         return out_TD
     num_experts, double, _ = gate_up.values_XED.shape
-    tiling = tiling or experts_tiling(tokens, chosen, num_experts)
-    groups = group_pairs(ids_TK, num_experts, tiling.rows)
     pairs = tokens * chosen
-    middle_PE = x_TD.new_empty(pairs, double)
-    grouped_product(quantise_rows(x_TD), gate_up, groups, chosen, tiling, middle_PE)
-    pairs_PD = x_TD.new_empty(pairs, width)
-    grouped_product(quantise_rows(middle_PE, swiglu=True), down, groups, 0, tiling, pairs_PD)
+    x, pairs_PD = quantise_rows(x_TD), x_TD.new_empty(pairs, width)
+    if tiling is None and pairs >= HOPPER_ROWS * num_experts and fp8_hopper.suits(x, width):
+        groups = group_pairs(ids_TK, num_experts, fp8_hopper.ROWS)
+        middle = Fp8Rows.empty(pairs, double // 2, x_TD.device)
+        fp8_hopper.hopper_experts(x, gate_up, groups, chosen, middle)
+        fp8_hopper.hopper_experts(middle, down, groups, 0, pairs_PD)
+    else:
+        tiling = tiling or experts_tiling(tokens, chosen, num_experts)
+        groups = group_pairs(ids_TK, num_experts, tiling.rows)
+        middle_PE = x_TD.new_empty(pairs, double)
+        grouped_product(x, gate_up, groups, chosen, tiling, middle_PE)
+        middle = quantise_rows(middle_PE, swiglu=True)
+        grouped_product(middle, down, groups, 0, tiling, pairs_PD)
     block = min(power_of_two(width), 1024)
     _combine[(tokens, ceil_div(width, block))](pairs_PD, weights_TK, out_TD, chosen, width, block)
     return out_TD

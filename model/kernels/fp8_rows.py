@@ -32,6 +32,13 @@ class Fp8Rows:
     values_TD: Tensor
     scales_GT: Tensor
 
+    @classmethod
+    def empty(cls, tokens: int, width: int, device: torch.device) -> "Fp8Rows":
+        """Uninitialised."""
+        values_TD = torch.empty(tokens, width, dtype=FP8, device=device)
+        scales_GT = torch.empty(width // GROUP, tokens, dtype=torch.float32, device=device)
+        return cls(values_TD, scales_GT)
+
     def plain(self) -> Tensor:
         """The numbers themselves, fp32 [T, D]."""
         return self.values_TD.float() * self.scales_GT.t().repeat_interleave(GROUP, dim=1)
@@ -78,13 +85,12 @@ def quantise_rows(x_TD: Tensor, *, swiglu: bool = False, power_of_two: bool = Fa
             f"stride {x_TD.stride(1)}{', half of it gate' if swiglu else ''}"
         )
     groups, block = width // GROUP, 4
-    values_TD = torch.empty(tokens, width, dtype=FP8, device=x_TD.device)
-    scales_GT = torch.empty(groups, tokens, dtype=torch.float32, device=x_TD.device)
+    rows = Fp8Rows.empty(tokens, width, x_TD.device)
     if tokens:
         _quantise[(tokens, ceil_div(groups, block))](
             x_TD,
-            values_TD,
-            scales_GT,
+            rows.values_TD,
+            rows.scales_GT,
             tokens,
             groups,
             x_TD.stride(0),
@@ -93,4 +99,4 @@ def quantise_rows(x_TD: Tensor, *, swiglu: bool = False, power_of_two: bool = Fa
             block,
             num_warps=2,
         )
-    return Fp8Rows(values_TD, scales_GT)
+    return rows

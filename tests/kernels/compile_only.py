@@ -33,6 +33,10 @@ from minidsa.attention.kernels.indexer_logits import indexer_logits, query_group
 from minidsa.attention.kernels.mla_decode import DecodeParts, decode_tiling, mla_decode
 from minidsa.attention.kernels.sparse_mla import sparse_mla
 from minidsa.attention.kernels.topk_triton import PagedSlots, select_top_k
+from minidsa.model.fp8 import Fp8Weights
+from minidsa.model.kernels.expert_groups import Groups
+from minidsa.model.kernels.fp8_hopper import hopper_experts, hopper_linear
+from minidsa.model.kernels.fp8_rows import Fp8Rows
 
 CPU = torch.device("cpu")
 SHARED_MEMORY = 227 * 1024
@@ -119,6 +123,17 @@ def compile_cache_writes() -> None:
     quantise_index_queries(q, torch.zeros(2, 64), None)
 
 
+def compile_products() -> None:
+    x, dtype = Fp8Rows.empty(9, 512, CPU), torch.bfloat16
+    weights = Fp8Weights.empty(3, 256, 512, CPU)
+    hopper_linear(x, weights.values_XED[0], weights.scales_XBB[0], torch.zeros(9, 256, dtype=dtype))
+    groups = Groups(
+        torch.zeros(18, dtype=torch.int32), torch.zeros(4, 3, dtype=torch.int32), tile_rows=128
+    )
+    hopper_experts(x, weights, groups, 2, torch.zeros(18, 256, dtype=dtype))
+    hopper_experts(x, weights, groups, 2, Fp8Rows.empty(18, 128, CPU))
+
+
 def main() -> None:
     driver: Any = CompileOnly()
     triton.runtime.driver.set_active(driver)
@@ -131,6 +146,7 @@ def main() -> None:
         compile_index_scores,
         compile_top_k,
         compile_cache_writes,
+        compile_products,
     ):
         compile_kernels()
 

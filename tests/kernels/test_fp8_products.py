@@ -6,14 +6,16 @@ import torch
 from kernel_bed import DEVICE, HAS_GPU, normal, poisoned
 from minidsa.attention.kernels.fp8_rows import FP8
 from minidsa.model.fp8 import Fp8Weights, dequantise, quantise
+from minidsa.model.kernels.expert_groups import group_pairs
 from minidsa.model.kernels.fp8_experts import (
     fp8_experts,
-    group_pairs,
+    grouped_product,
     quantised,
     reference_experts,
 )
+from minidsa.model.kernels.fp8_hopper import hopper_experts, hopper_linear
 from minidsa.model.kernels.fp8_linear import ProductTiling, fp8_linear
-from minidsa.model.kernels.fp8_rows import quantise_rows
+from minidsa.model.kernels.fp8_rows import Fp8Rows, quantise_rows
 
 # fp16 where kernels are interpreted: the interpreter's bf16 is not to be relied on.
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float16
@@ -22,6 +24,8 @@ ROUNDING = 1e-2 if HAS_GPU else 2e-3
 QUANTISING = 1e-2 if HAS_GPU else 0.2
 # Between two products a rounding of fp8, where a little more or less is a step of one in sixteen.
 TWICE = 3e-2 if HAS_GPU else 0.3
+# One program sums up all columns.
+ONE_PART = ProductTiling(64, 64, 4, 3, 0)
 
 
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -98,7 +102,7 @@ def test_columns_are_shared_out_among_programs(monkeypatch):
 @pytest.mark.parametrize("most_ranked", [0, 1000])
 @pytest.mark.parametrize("tile_rows", [16, 64])
 def test_pairs_are_grouped_by_expert(tile_rows, most_ranked, monkeypatch):
-    monkeypatch.setattr("minidsa.model.kernels.fp8_experts.MOST_RANKED", most_ranked)
+    monkeypatch.setattr("minidsa.model.kernels.expert_groups.MOST_RANKED", most_ranked)
     ids_TK = torch.randint(0, 7, (61, 3), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     ids_TK[ids_TK == 2] = 5
     with poisoned():
@@ -147,3 +151,57 @@ def test_experts_at_the_width_that_is_served(tokens):
         out_TD = fp8_experts(x_TD, ids_TK, weights_TK, gate_up, down)
     expected = reference_experts(x_TD, ids_TK, weights_TK, gate_up, down)
     assert relative(out_TD, expected) < TWICE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 128, 300])
+@pytest.mark.parametrize("rows", [8, 264, 2048])
+def test_product_by_hand(tokens, rows):
+    """Weights that end within a block or within half of a tile; more tiles than programs too."""
+    x = quantise_rows(normal(tokens, 1152, dtype=DTYPE))
+    weight_ED, scales = block_scaled(rows, 1152, 1)
+    out_TE = torch.full((tokens, rows), float("nan"), dtype=DTYPE, device=DEVICE)
+    hopper_linear(x, weight_ED, scales, out_TE)
+    assert relative(out_TE, x.plain() @ dequantise(weight_ED, scales).t()) < ROUNDING
+    # Whether a prompt's rows or a step's were many must not show.
+    assert torch.equal(out_TE, fp8_linear(x, weight_ED, scales, DTYPE, tiling=ONE_PART))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 40, 3000])
+def test_experts_by_hand(tokens):
+    """An expert that everybody chooses and some that nobody does; more tiles than programs too."""
+    experts, width, middle = 20, 1024, 256
+    x = quantise_rows(normal(tokens, width, dtype=DTYPE))
+    ids_TK = normal(tokens, 17, seed=3).topk(3).indices
+    ids_TK = torch.cat((ids_TK, torch.full_like(ids_TK[:, :1], 19)), dim=1).contiguous()
+    gate_up = expert_weights(experts, 2 * middle, width, 10)
+    down = expert_weights(experts, width, middle, 50)
+    groups, pairs = group_pairs(ids_TK, experts, 128), ids_TK.numel()
+    portable = group_pairs(ids_TK, experts, 16)
+    with poisoned():
+        plain_PE, own_PE, out_PD, own_PD = (
+            torch.empty(pairs, size, dtype=DTYPE, device=DEVICE)
+            for size in (2 * middle, 2 * middle, width, width)
+        )
+        product = Fp8Rows.empty(pairs, middle, DEVICE)
+    hopper_experts(x, gate_up, groups, 4, plain_PE)
+    assert torch.equal(
+        plain_PE, grouped_product(x, gate_up, portable, 4, ProductTiling(16, 128, 4, 3, 1), own_PE)
+    )
+    hopper_experts(x, gate_up, groups, 4, product)
+    expected = quantise_rows(plain_PE, swiglu=True)
+    assert torch.equal(product.scales_GT, expected.scales_GT)
+    assert relative(product.plain(), expected.plain()) < 1e-3
+    hopper_experts(product, down, groups, 0, out_PD)
+    assert torch.equal(
+        out_PD, grouped_product(product, down, portable, 0, ProductTiling(16, 128, 4, 3, 1), own_PD)
+    )
+
+
+@pytest.mark.gpu
+def test_groups_of_other_tiles_are_refused_by_hand():
+    x, weights = quantise_rows(normal(2, 128, dtype=DTYPE)), expert_weights(2, 128, 128, 0)
+    groups = group_pairs(torch.zeros(2, 1, dtype=torch.int32, device=DEVICE), 2, 64)
+    with pytest.raises(ValueError, match="tiles of 128 rows here, not 64"):
+        hopper_experts(x, weights, groups, 1, torch.empty(2, 128, dtype=DTYPE, device=DEVICE))
