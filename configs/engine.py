@@ -7,6 +7,8 @@ device, and says each choice with its reason.
 from dataclasses import dataclass, field
 from typing import Literal
 
+from .log_lines import LogFormat
+
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -87,6 +89,8 @@ class EngineConfig:
     """Seconds that loading may go without progress, such as one more tensor read."""
     warm_up_timeout: float = 120.0
     """Seconds that the first prefill and the first decode may take together."""
+    log_format: LogFormat = "text"
+    """Lines of the log for people, or one JSON object a line."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from ..configs.engine import EngineConfig
+from ..configs.log_lines import set_up_logging
 from ..configs.sampling import SamplingParams
 from ..configs.setting_error import SettingError
 from ..kv_cache.cache import KvCache
@@ -76,9 +77,7 @@ class StartRefused(Exception):
 
 def serve(directory: str, config: EngineConfig, check: Checker) -> None:
     """Run the engine until it is told to leave; exits with 1 if it cannot start or go on."""
-    logging.basicConfig(format="%(levelname)s: engine: %(message)s", level=logging.INFO)
-    # A log that cannot be written must not disturb the serving.
-    logging.raiseExceptions = False
+    set_up_logging(config.log_format, "engine")
     faulthandler.enable()
     # Chained to the default, which ends the process.
     faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)

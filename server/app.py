@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from .answer_log import AnswerLog
 from .errors import ApiError, internal
 from .gate import CLIENT_GONE, Gate
 from .generating_routes import generating_routes
@@ -49,7 +50,8 @@ def create_app(service: Service) -> ASGIApp:
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientGone, _client_gone)
     app.add_exception_handler(Exception, _fault)
-    gate = Gate(app, service.keyring, service.metrics.count_http)
+    log = AnswerLog(service.metrics, service.config.engine.log_format == "json")
+    gate = Gate(app, service.keyring, log.note)
     origins = service.config.cors_origins.replace(",", " ").split()
     if not origins:
         return gate

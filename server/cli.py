@@ -21,12 +21,14 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 import uvloop
 
+from ..configs.log_lines import json_line, set_up_logging
 from ..configs.resolve import validate
 from ..configs.server import ServerConfig
 from ..configs.setting_error import SettingError
@@ -149,13 +151,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(config: ServerConfig) -> int:
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.INFO)
-    # A log that cannot be written must not disturb the serving.
-    logging.raiseExceptions = False
+    set_up_logging(config.engine.log_format, "server")
+    say = _say_json if config.engine.log_format == "json" else _say
     for name in ("uvicorn", "uvicorn.error"):
         logging.getLogger(name).setLevel(logging.WARNING)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(Serving(config, _say).run())
+        return runner.run(Serving(config, say).run())
 
 
 def _with_checkpoint(config: ServerConfig) -> ServerConfig:
@@ -191,6 +192,10 @@ def _say(line: str) -> None:
         logging.getLogger(__name__).warning("stdout cannot be written: %s", error.strerror)
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+def _say_json(line: str) -> None:
+    _say(json_line("server", "info", line, time.time()))
 
 
 def _make_checkpoint(directory: Path, seed: int) -> int:

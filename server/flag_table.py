@@ -39,6 +39,11 @@ GROUPS: tuple[Group, ...] = (
                 "allow_unknown_fields",
                 "drop fields of requests that are not known",
             ),
+            Flag(
+                "--log-format",
+                "engine.log_format",
+                "text, or json: one object a line, also one for each request that generates",
+            ),
             Flag("--drain-seconds", "drain_seconds", "time for open requests to finish at the end"),
         ),
     ),

@@ -7,6 +7,7 @@ the handlers, so a client that left would keep its pages.
 import contextlib
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterator
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -28,21 +29,21 @@ _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 
 class Gate:
-    """Stands before the application; `count(route, status)` hears of every answer."""
+    """Stands before the application; `note` hears of every answer: its status and seconds."""
 
     def __init__(
-        self, app: ASGIApp, keyring: Keyring | None, count: Callable[[str, int], None]
+        self, app: ASGIApp, keyring: Keyring | None, note: Callable[[Scope, int, float], None]
     ) -> None:
         self._app = app
         self._keyring = keyring
-        self._count = count
+        self._note = note
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        request_id = _request_id(headers)
+        start, request_id = time.monotonic(), _request_id(headers)
         scope.setdefault("state", {})["request_id"] = request_id
         status = CLIENT_GONE
 
@@ -64,7 +65,7 @@ class Gate:
         finally:
             if scope["state"].get("client_gone"):
                 status = CLIENT_GONE
-            self._count(_route(scope), status)
+            self._note(scope, status, time.monotonic() - start)
 
     @contextlib.contextmanager
     def _admitted(self, scope: Scope, headers: dict[bytes, bytes]) -> Iterator[None]:
@@ -96,12 +97,6 @@ class Gate:
 def _request_id(headers: dict[bytes, bytes]) -> str:
     given = headers.get(b"x-request-id", b"")
     return given.decode() if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
-
-
-def _route(scope: Scope) -> str:
-    """The route's pattern, so that no path of a client becomes a label."""
-    route = scope.get("route")
-    return "unmatched" if route is None else route.path
 
 
 async def _refuse(error: ApiError, path: str, request_id: str, send: Send) -> None:

@@ -151,8 +151,17 @@ class Generation:
             self._call.close()
             self._call = None
             if not self._has_failed:
-                reasons = [choice.text.finish_reason or "abort" for choice in self.plan.choices]
-                self._times.finish(reasons, self._metrics)
+                self._times.finish(self.finish_reasons, self._metrics)
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        """From the start to the first token; None where none has come."""
+        return self._times.to_first
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """How each choice has ended, "abort" where it has not."""
+        return [choice.text.finish_reason or "abort" for choice in self.plan.choices]
 
     def usage(self) -> Usage:
         """Counts up to now."""

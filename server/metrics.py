@@ -132,6 +132,7 @@ class RequestTimes:
     def __init__(self, arrival: float) -> None:
         self._arrival = arrival
         self._last: float | None = None
+        self.to_first: float | None = None
 
     def count(self, num_tokens: int, metrics: Metrics) -> None:
         """Tokens arrived now; those of one step share the time since the step before."""
@@ -139,7 +140,8 @@ class RequestTimes:
             return
         now = time.monotonic()
         if self._last is None:
-            metrics.first_token.observe(now - self._arrival)
+            self.to_first = now - self._arrival
+            metrics.first_token.observe(self.to_first)
         else:
             metrics.inter_token.observe((now - self._last) / num_tokens)
         self._last = now

@@ -56,7 +56,7 @@ async def run_plan(service: Service, request: Request, plan: Plan, stream: bool)
     """
     handling = msgspec.structs.replace(plan.handling, tenant=tenant_of(request))
     plan = dataclasses.replace(plan, handling=handling)
-    generation = service.launch(plan)
+    generation = request.state.generation = service.launch(plan)
     if stream:
         return EventStream(
             streamed_answer(generation),
