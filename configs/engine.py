@@ -89,6 +89,8 @@ class EngineConfig:
     """Seconds that loading may go without progress, such as one more tensor read."""
     warm_up_timeout: float = 120.0
     """Seconds that the first prefill and the first decode may take together."""
+    profile_dir: str | None = None
+    """Folder for profiles of the engine; without one none is taken, and the routes do not exist."""
     log_format: LogFormat = "text"
     """Lines of the log for people, or one JSON object a line."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)

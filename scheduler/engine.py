@@ -27,8 +27,11 @@ from .messages import (
     RestoreSession,
     SaveSession,
     Shutdown,
+    StartProfile,
+    StopProfile,
     Submit,
 )
+from .profiling import Profiler
 from .recovery import recover
 from .scheduler import Scheduler
 from .sessions import Sessions
@@ -64,13 +67,16 @@ class Engine:
         link: Link,
         watchdog: Watchdog,
         sessions: Sessions | None = None,
+        profiler: Profiler | None = None,
     ) -> None:
-        """sessions: answers for saved prefixes; without it every such command is refused."""
+        """sessions: answers for saved prefixes, profiler: for profiles; without them every such
+        command is refused."""
         self._runner = runner
         self._scheduler = scheduler
         self._link = link
         self._watchdog = watchdog
         self._sessions = sessions or Sessions(scheduler.cache, None)
+        self._profiler = profiler or Profiler(None)
 
     def run(self) -> None:
         """Serve until Shutdown arrives; raises EngineBroken when nothing can be computed."""
@@ -99,6 +105,9 @@ class Engine:
                     self._link.send(Answer(self._scheduler.flush_cache()))
                 case SaveSession() | RestoreSession():
                     self._link.send(self._sessions.answer(command))
+                    self._watchdog.restart()
+                case StartProfile() | StopProfile():
+                    self._link.send(self._profiler.answer(command))
                     self._watchdog.restart()
                 case Shutdown():
                     return None

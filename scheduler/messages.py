@@ -77,11 +77,19 @@ class RestoreSession(msgspec.Struct, frozen=True, tag="restore_session"):
     cache_salt: str = ""
 
 
+class StartProfile(msgspec.Struct, frozen=True, tag="start_profile"):
+    """Record what the engine computes from now on; replied to by Answer."""
+
+
+class StopProfile(msgspec.Struct, frozen=True, tag="stop_profile"):
+    """Write what was recorded; replied to by Answer, which names the file."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave the loop once the current step is done; running requests are dropped."""
 
 
-Question = FlushCache | SaveSession | RestoreSession
+Question = FlushCache | SaveSession | RestoreSession | StartProfile | StopProfile
 Command = Submit | Abort | Question | Shutdown
 
 
@@ -181,12 +189,14 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
     """What became of a Question; answers come in the order of the questions.
 
-    `num_tokens` were saved or restored; `error` says, for the one who asked, why none were.
+    `num_tokens` were saved or restored; `error` says, for the one who asked, why
+    none were. `file` is the name of the one that was written, in a folder that the operator knows.
     """
 
     done: bool
     num_tokens: int = 0
     error: str = ""
+    file: str = ""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

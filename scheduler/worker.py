@@ -30,6 +30,7 @@ from .engine import Engine
 from .grammar import GrammarCompiler
 from .launch import Runner, launch
 from .messages import EngineInfo, Failed, Handling, Loaded, Planned, Ready, StartPlan, Submit
+from .profiling import Profiler
 from .recovery import EngineBroken
 from .scheduler import Scheduler
 from .sessions import Sessions
@@ -105,6 +106,7 @@ def _run(link: EngineLink, config: EngineConfig, check: Checker) -> None:
         checked = check(config)
         loading.restart()
         directory = _session_directory(config)
+        profiler = Profiler(_folder("profile_dir", config.profile_dir))
         link.send(Planned(checked.plan))
         loaded = checked.load(loading.restart)
         sessions = _sessions(config, loaded, directory)
@@ -118,7 +120,7 @@ def _run(link: EngineLink, config: EngineConfig, check: Checker) -> None:
     scheduler.check_idle()
     link.send(Ready())
     watchdog = HangWatchdog(config.hang_timeout)
-    Engine(loaded.runner, scheduler, link, watchdog, sessions).run()
+    Engine(loaded.runner, scheduler, link, watchdog, sessions, profiler).run()
 
 
 def new_scheduler(
@@ -141,18 +143,22 @@ def new_scheduler(
 
 def _session_directory(config: EngineConfig) -> Path | None:
     """The folder for sessions, which is there now; raises SettingError where it cannot be used."""
-    if config.cache.session_dir is None:
-        return None
-    if not config.cache.session_dir:
-        raise SettingError("cache.session_dir is empty: name a folder")
-    if not config.cache.prefix_reuse:
+    if config.cache.session_dir is not None and not config.cache.prefix_reuse:
         raise SettingError("cache.session_dir is given, but cache.prefix_reuse is off")
-    directory = Path(config.cache.session_dir)
+    return _folder("cache.session_dir", config.cache.session_dir)
+
+
+def _folder(setting: str, value: str | None) -> Path | None:
+    """A folder that is written to, made where it is missing; raises SettingError."""
+    if value is None:
+        return None
+    if not value:
+        raise SettingError(f"{setting} is empty: name a folder")
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        Path(value).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SettingError(f"cache.session_dir {directory}: {error.strerror}") from error
-    return directory
+        raise SettingError(f"{setting} {value}: {error.strerror}") from error
+    return Path(value)
 
 
 def _sessions(config: EngineConfig, loaded: LoadedEngine, directory: Path | None) -> Sessions:

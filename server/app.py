@@ -19,6 +19,7 @@ from .messages_api.errors import shaped_body
 from .messages_api.routes import messages_routes
 from .openapi import describe_api
 from .page import page_routes
+from .profile_routes import profile_routes
 from .responses_api.routes import responses_routes
 from .service import Service
 from .session_routes import session_routes
@@ -39,6 +40,8 @@ def create_app(service: Service) -> ASGIApp:
     app.include_router(side_routes(service))
     if service.config.engine.cache.session_dir is not None:
         app.include_router(session_routes(service))
+    if service.config.engine.profile_dir is not None:
+        app.include_router(profile_routes(service))
     app.include_router(page_routes())
     description = describe_api(app)
 

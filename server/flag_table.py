@@ -59,6 +59,12 @@ GROUPS: tuple[Group, ...] = (
                 "auto, torch, triton, or dsa, which insists on an indexer",
             ),
             Flag("--enforce-eager", "engine.enforce_eager", "no CUDA graphs for decode steps"),
+            Flag(
+                "--profile-dir",
+                "engine.profile_dir",
+                "folder for profiles of the engine, and the routes that take them",
+                "none",
+            ),
             Flag("--seed", "engine.seed", "where seeds of requests without one are drawn from"),
         ),
     ),
@@ -106,9 +112,10 @@ GROUPS: tuple[Group, ...] = (
 )
 FLAGS = tuple(flag for _, flags in GROUPS for flag in flags)
 
-# Of a command that loads a checkpoint and serves nobody.
+# Of a command that loads a checkpoint and serves nobody: what has routes has no use there.
+_WITH_ROUTES = ("--session-dir", "--profile-dir")
 ENGINE_GROUPS = tuple(
-    (title, tuple(flag for flag in flags if flag.name != "--session-dir"))
+    (title, tuple(flag for flag in flags if flag.name not in _WITH_ROUTES))
     for title, flags in GROUPS
     if flags[0].target.startswith("engine.")
 )

@@ -14,8 +14,11 @@ def describe(service: Service) -> dict[str, Any]:
     for name in ("api_key", "api_key_file"):
         settings[name] = None if settings[name] is None else "set"
     settings["engine"].pop("model")
-    cache = settings["engine"]["cache"]
-    cache["session_dir"] = None if cache["session_dir"] is None else "set"
+    for section, name in (
+        (settings["engine"], "profile_dir"),
+        (settings["engine"]["cache"], "session_dir"),
+    ):
+        section[name] = None if section[name] is None else "set"
     chat_format = service.chat_format
     return {
         "model": service.model_name,

@@ -36,6 +36,8 @@ from minidsa.scheduler.messages import (
     SaveSession,
     Shutdown,
     StartPlan,
+    StartProfile,
+    StopProfile,
     Submit,
     TokenLogprobs,
 )
@@ -78,6 +80,7 @@ class ScriptedEngine:
         self.pace = pace
         self.held = False
         self.cached = 0  # prompt tokens that every request finds in the cache
+        self.is_profiling = False
         self.seen: list[Command] = []
         self.events: asyncio.Queue[Event | None] = asyncio.Queue()
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -108,6 +111,12 @@ class ScriptedEngine:
             case SaveSession(name) | RestoreSession(name):
                 exists = name != "missing"
                 self.emit(Answer(exists, 5 * exists, "" if exists else f"no session {name}"))
+            case StartProfile() | StopProfile():
+                is_start = isinstance(command, StartProfile)
+                done = is_start != self.is_profiling
+                self.is_profiling = is_start
+                file = "trace.json.gz" if done and not is_start else ""
+                self.emit(Answer(done, error="" if done else "not now", file=file))
             case Shutdown():
                 self.die()
 
