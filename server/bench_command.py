@@ -123,6 +123,7 @@ def summary(timings: Sequence[Timing], seconds: float, load: Load) -> dict[str, 
         "tokens_per_second": sum(timing.num_tokens for timing in good) / seconds,
         "goodput_per_second": len(within) / seconds,
         "milliseconds": {name: _percentiles(values) for name, values in times.items()},
+        "quantiles_milliseconds": {name: _quantiles(values) for name, values in times.items()},
     }
 
 
@@ -131,6 +132,13 @@ def _percentiles(values: Sequence[float]) -> dict[str, float | None]:
     ordered = sorted(values)
     ranks = {p: max(math.ceil(p / 100 * len(ordered)) - 1, 0) for p in PERCENTILES}
     return {f"p{p}": 1000 * ordered[rank] if ordered else None for p, rank in ranks.items()}
+
+
+def _quantiles(values: Sequence[float]) -> list[float]:
+    """Every hundredth of the values, the least and the greatest among them; for a picture."""
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    return [1000 * ordered[round(last * part / 100)] for part in range(101)] if ordered else []
 
 
 def shown(report: dict[str, Any]) -> list[str]:

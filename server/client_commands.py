@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .bench_command import Load, bench
+from .bench_plot import plot
 from .chat_command import Terminal, chat
 from .flags import UsageError
 from .http_client import ServerAddress
@@ -25,7 +26,7 @@ _LOAD = (
     ("--ttft-limit", float, "seconds to the first token that count as good"),
     ("--tpot-limit", float, "seconds a token that count as good"),
 )
-BENCH_FLAGS = ("--url", "--output", *(name for name, _, _ in _LOAD))
+BENCH_FLAGS = ("--url", "--output", "--plot", *(name for name, _, _ in _LOAD))
 
 
 def add_chat_flags(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +40,7 @@ def add_chat_flags(parser: argparse.ArgumentParser) -> None:
 def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default=DEFAULT_URL, help=f"the server [{DEFAULT_URL}]")
     parser.add_argument("--output", type=Path, help="a file for the report, as JSON")
+    parser.add_argument("--plot", type=Path, help="a file for the times, as a picture (SVG)")
     for name, kind, text in _LOAD:
         default = vars(Load())[_field(name)]
         parser.add_argument(name, type=kind, default=default, help=f"{text} [{default}]")
@@ -79,11 +81,17 @@ def run_bench(parsed: argparse.Namespace) -> int:
             raise UsageError(f"{name} is {value}; it must be positive")
     report = bench(_address(parsed), load, lambda line: _write(f"{line}\n"))
     if parsed.output is not None:
-        try:
-            parsed.output.write_text(json.dumps(report, indent=2) + "\n")
-        except OSError as error:
-            raise UsageError(f"--output {parsed.output}: {error.strerror}") from None
+        _write_file("--output", parsed.output, json.dumps(report, indent=2) + "\n")
+    if parsed.plot is not None:
+        _write_file("--plot", parsed.plot, plot(report))
     return 1 if report["failed"] else 0
+
+
+def _write_file(flag: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: {error.strerror}") from None
 
 
 def _address(parsed: argparse.Namespace) -> ServerAddress:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from minidsa.server.bench_command import Load, Timing, bench, summary
+from minidsa.server.bench_plot import plot
 from minidsa.server.chat_command import Terminal, chat
 from minidsa.server.cli import main
 from minidsa.server.http_client import CallFailed, ServerAddress
@@ -160,3 +162,24 @@ def test_mistakes_are_one_line(arguments, code, word, capsys):
         main(arguments)
     error = capsys.readouterr().err
     assert left.value.code == code and word in error and error.count("\n") == 1
+
+
+def test_a_run_is_plotted_as_one_curve_a_measure(tmp_path, capsys):
+    timings = [Timing(0.1 * i, i, [0.01, 0.02], 3) for i in (1, 2, 3)] + [Timing(error="x")]
+    drawn = ElementTree.fromstring(plot(summary(timings, 2.0, Load())))
+    curves = [e.get("points", "").split() for e in drawn.iter() if e.tag.endswith("polyline")]
+    assert [len(points) for points in curves] == [101] * 4
+    for points in curves:
+        places = [tuple(map(float, point.split(","))) for point in points]
+        assert places == sorted(places, key=lambda place: (place[0], -place[1]))
+    # A run without an answer has an empty picture, and no error.
+    assert "polyline" in plot(summary([Timing(error="x")], 1.0, Load(rate=2.0)))
+    with answering(lambda body: (200, stream_of({"choices": [{"text": "a"}]}))) as (address, _):
+        file = tmp_path / "run.svg"
+        arguments = ["bench", "--url", address.url, "--num-requests", "2", "--plot", str(file)]
+        with pytest.raises(SystemExit, match="0"):
+            main(arguments)
+        assert file.read_text().startswith("<svg")
+        with pytest.raises(SystemExit, match="2"):
+            main([*arguments[:-1], str(tmp_path / "no" / "folder.svg")])
+    assert "--plot" in capsys.readouterr().err
