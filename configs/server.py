@@ -49,6 +49,8 @@ class ServerConfig:
     """Drop fields of requests that are not known instead of refusing them by name."""
     sse_keep_alive_interval: float = 0.0
     """Silence of a stream, in seconds, after which a comment line is sent; 0: never."""
+    otlp_traces_endpoint: str | None = None
+    """Where spans of requests go, over OTLP/HTTP; needs the extra `otel`."""
     drain_seconds: float = 30.0
     """Time that open requests get to finish after SIGTERM."""
     heartbeat_seconds: float = 10.0

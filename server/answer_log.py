@@ -1,15 +1,18 @@
-"""What is noted of every HTTP answer: its count, and in a JSON log a line for those that generate.
+"""What is noted of every HTTP answer: its count, and of those that generate a line and a span.
 
-The line says how much and how long, never what: no prompt, no answer, no key.
+The line, of a JSON log, and the span, where traces are asked for, say how much and how long, never
+what: no prompt, no answer, no key.
 """
 
 import logging
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from .generation import Generation
 from .metrics import Metrics
+from .tracing import Tracing
 
 _log = logging.getLogger(__name__)
 
@@ -17,16 +20,19 @@ _log = logging.getLogger(__name__)
 class AnswerLog:
     """Hears of every answer from the gate."""
 
-    def __init__(self, metrics: Metrics, writes_lines: bool) -> None:
+    def __init__(
+        self, metrics: Metrics, writes_lines: bool, tracing: Tracing | None = None
+    ) -> None:
         self._metrics = metrics
         self._writes_lines = writes_lines
+        self._tracing = tracing
 
     def note(self, scope: Scope, status: int, seconds: float) -> None:
         """An answer is complete, or its client has left."""
         route, state = _route(scope), scope["state"]
         self._metrics.count_http(route, status)
         generation: Generation | None = state.get("generation")
-        if not self._writes_lines or generation is None:
+        if generation is None or not (self._writes_lines or self._tracing):
             return
         usage = generation.usage()
         fields: dict[str, Any] = {
@@ -40,7 +46,10 @@ class AnswerLog:
             "completion_tokens": usage.completion_tokens,
             "finish_reasons": generation.finish_reasons,
         }
-        _log.info("request", extra={"fields": fields})
+        if self._writes_lines:
+            _log.info("request", extra={"fields": fields})
+        if self._tracing is not None:
+            self._tracing.note(Headers(scope=scope), fields, generation)
 
 
 def _route(scope: Scope) -> str:

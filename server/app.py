@@ -53,7 +53,7 @@ def create_app(service: Service) -> ASGIApp:
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientGone, _client_gone)
     app.add_exception_handler(Exception, _fault)
-    log = AnswerLog(service.metrics, service.config.engine.log_format == "json")
+    log = AnswerLog(service.metrics, service.config.engine.log_format == "json", service.tracing)
     gate = Gate(app, service.keyring, log.note)
     origins = service.config.cors_origins.replace(",", " ").split()
     if not origins:

@@ -44,6 +44,13 @@ GROUPS: tuple[Group, ...] = (
                 "engine.log_format",
                 "text, or json: one object a line, also one for each request that generates",
             ),
+            Flag(
+                "--otlp-traces-endpoint",
+                "otlp_traces_endpoint",
+                "URL of a collector for OpenTelemetry's spans, such as "
+                "http://localhost:4318/v1/traces",
+                "none",
+            ),
             Flag("--drain-seconds", "drain_seconds", "time for open requests to finish at the end"),
         ),
     ),

@@ -18,6 +18,7 @@ from .keys import Keyring
 from .metrics import Metrics
 from .sampling import SamplingDefaults, SeedSource
 from .tokenizer import Tokenizer
+from .tracing import Tracing
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Service:
     seeds: SeedSource
     trials: GrammarTrials
     keyring: Keyring | None = None
+    tracing: Tracing | None = None
     notes: tuple[str, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
     generations: dict[str, Generation] = field(default_factory=dict)

@@ -8,6 +8,7 @@ engine leave with 1.
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import signal
 import socket
@@ -31,6 +32,7 @@ from .metrics import Metrics
 from .sampling import SeedSource
 from .service import Service
 from .text_side import TextFiles, TextSide
+from .tracing import connect_tracing
 
 TELLING_SECONDS = 1.0
 """Time for open streams to be told of the engine's death before the process leaves."""
@@ -95,6 +97,7 @@ class Serving:
             files = TextFiles.read(Path(config.engine.model))
         with _refusing(is_setting=True):
             keyring = read_keyring(config.api_key, config.api_key_file)
+            tracing = connect_tracing(config.otlp_traces_endpoint)
         with bind(config.host, config.port) as sock, self._watching_signals():
             engine = EngineProcess.start(config.engine)
             try:
@@ -104,7 +107,9 @@ class Serving:
                     self._say("stopped before the model was loaded")
                     return 1
                 listen(sock)
-                code = await self._serve(service, sock)
+                code = await self._serve(dataclasses.replace(service, tracing=tracing), sock)
+                if tracing is not None:
+                    await asyncio.to_thread(tracing.close)
                 await service.trials.close()
                 await client.stop()
                 await engine.stop(timeout=LEAVING_SECONDS)
