@@ -59,6 +59,7 @@ def truth(answer: Generated, rule: AttentionRule | None) -> torch.Tensor:
 def test_each_request_attends_by_its_own_rule(method):
     """Twice, so that cached rows are used; all at once, so that rules share steps."""
     loaded = engine(method)
+    answers: list[Generated] = []
     for _ in range(2):
         answers = loaded.generate(
             [IDS] * len(RULES), [params(rule) for rule in RULES], ignore_eos=True

@@ -19,7 +19,7 @@ def test_a_trace_is_written_between_start_and_stop(tmp_path):
     assert not profiler.answer(StopProfile()).done
     assert profiler.answer(StartProfile()).done
     assert "already" in profiler.answer(StartProfile()).error
-    torch.ones(3, 3) @ torch.ones(3, 3)
+    torch.matmul(torch.ones(3, 3), torch.ones(3, 3))
     answer = profiler.answer(StopProfile())
     assert answer.done
     with gzip.open(tmp_path / answer.file) as file:
@@ -30,7 +30,8 @@ def test_a_trace_is_written_between_start_and_stop(tmp_path):
 def test_without_a_folder_nothing_is_recorded(tmp_path):
     assert "--profile-dir" in Profiler(None).answer(StartProfile()).error
     assert _folder("profile_dir", None) is None
-    assert _folder("profile_dir", str(tmp_path / "new" / "one")).is_dir()
+    folder = tmp_path / "new" / "one"
+    assert _folder("profile_dir", str(folder)) == folder and folder.is_dir()
     (tmp_path / "file").write_text("")
     for value in ("", str(tmp_path / "file")):
         with pytest.raises(SettingError, match="profile_dir"):
