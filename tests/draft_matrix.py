@@ -2,7 +2,8 @@
 
 Answers are compared as clients get them: the engine's outputs go through the text side piece by
 piece, as they would be streamed, and are held against a run without drafts whose tokens come in one
-piece. Ids, logprobs, text, calls, counts and the reason of the end must be equal, to the last bit.
+piece. Ids, text, calls, counts and the reason of the end must be equal; logprobs too, but for
+rounding: their last bits are promised on some processors only, and are counted.
 """
 
 import dataclasses
@@ -16,8 +17,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+import pytest
 
-from equality import bits
+from minidsa.configs.logprobs import TokenLogprobs
 from minidsa.configs.sampling import SamplingParams
 from minidsa.scheduler.grammar import GrammarCompiler
 from minidsa.scheduler.messages import RequestOutput, Submit
@@ -50,15 +52,15 @@ TOOL = {
         "name": "add",
         "parameters": {
             "type": "object",
-            "properties": {"a": {"type": "integer"}, "word": {"type": "string", "maxLength": 8}},
-            "required": ["a", "word"],
+            "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}},
+            "required": ["a"],
         },
     },
 }
 LONG = "A fox and an owl went to the market by the river. " * 6
 """More than the selection holds, and some pages."""
 DraftBy = Literal["mtp", "ngram"]
-PLAIN = Settings(pages=600, page_size=16, budget=256)
+PLAIN = Settings(pages=1600, page_size=16, budget=256, seats=64)
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Feature:
     rounds: int = 1
     staggered: bool = False
     context: str = ""
-    max_tokens: int = 40
+    max_tokens: int = 32
     room: int = 400
 
 
@@ -88,7 +90,7 @@ FEATURES: Mapping[str, Feature] = {
     ),
     "logprobs": Feature({"logprobs": 3}),
     "grammar": Feature(form="json"),
-    "tools": Feature(form="calls", max_tokens=90),
+    "tools": Feature(form="calls", max_tokens=64),
     "stop strings": Feature(stops=("er", "7", " the", "stone")),
     "min_tokens": Feature({"min_tokens": 20}),
     "logit_bias": Feature({"logit_bias": {100: 3.0, 200: -100.0}}),
@@ -156,7 +158,7 @@ def grammar_of(feature: Feature) -> str | None:
 
 
 def as_read(asked: Asked, pieces: Sequence[RequestOutput]) -> dict[str, Any]:
-    """All that a client can see of an answer."""
+    """All that a client can see of an answer, by name."""
     calls = DeepseekV32().markup_ids(tokenizer()) if asked.tools else ()
     text = ChoiceText(
         Detokenizer(tokenizer(), asked.submit.prompt_ids[-8:], True, calls),
@@ -168,13 +170,21 @@ def as_read(asked: Asked, pieces: Sequence[RequestOutput]) -> dict[str, Any]:
         text.push(piece, update)
     return {
         "ids": update.token_ids,
-        "scores": bits(update.logprobs),
+        "logprobs": update.logprobs,
         "offsets": update.offsets,
         "text": update.content,
         "calls": merge_events(list(update.calls)),
         "end": (update.finish_reason, update.stop_reason),
         "tokens": text.num_tokens,
     }
+
+
+def is_close(found: Sequence[TokenLogprobs], other: Sequence[TokenLogprobs]) -> bool:
+    """Equal up to rounding; alternatives by their places, for the last of them may be tied."""
+    mine, theirs = ([(s.logprob, *s.top_logprobs) for s in each] for each in (found, other))
+    return len(mine) == len(theirs) and all(
+        a == pytest.approx(b, abs=1e-4) for a, b in zip(mine, theirs, strict=True)
+    )
 
 
 def whole(pieces: Sequence[RequestOutput]) -> RequestOutput:
@@ -214,7 +224,11 @@ class Matrix:
         answers = self._serve(dataclasses.replace(self.settings, **drafted), self.feature.rounds)
         for asked, plain in zip(self.asked, self.plain, strict=True):
             found = as_read(asked, answers.pieces[asked.submit.request_id])
-            if differing := [key for key, value in plain.items() if found[key] != value]:
+            differing = [key for key, value in plain.items() if found[key] != value]
+            if "logprobs" in differing and is_close(found["logprobs"], plain["logprobs"]):
+                differing.remove("logprobs")
+                self.met["answers with other last bits"] += 1
+            if differing:
                 name = asked.submit.request_id
                 return f"{drafter} with {num_drafts}: {', '.join(differing)} of {name} differ"
         self.met["runs"] += 1

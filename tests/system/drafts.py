@@ -2,7 +2,7 @@
 
     make drafts ARGS="--processes 8"
 
-`tests/draft_matrix.py` says what is compared. Twenty prompts of a feature are a case, with all of
+`tests/draft_matrix.py` says what is compared. Fifty prompts of a feature are a case, with all of
 its runs; a run that was stopped goes on where it was. The exit status says whether there
 was no difference.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from draft_matrix import FEATURES, DraftBy, Matrix
 from many_cases import Case, new_parser, run_cases
 
-PROMPTS = 20  # a case
+PROMPTS = 50  # a case
 DRAFTERS: tuple[DraftBy, ...] = ("mtp", "ngram")
 
 

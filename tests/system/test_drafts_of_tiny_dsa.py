@@ -87,7 +87,7 @@ def test_first_drafts_are_mostly_accepted():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FEATURES)
-def test_spec_10_spec_12_answers_do_not_depend_on_drafts(name):
+def test_spec_10_spec_11_answers_do_not_depend_on_drafts(name):
     matrix = Matrix(name, range(10, 12))
     assert [matrix.difference("mtp", 3), matrix.difference("ngram", 4)] == [None, None]
     assert matrix.met["accepted"] > 0
