@@ -149,7 +149,7 @@ def table() -> Iterator[dict[str, Any]]:
                         run(heads, is_fp8, num_parts)
                     shape = f"{heads} heads, {'fp8' if is_fp8 else 'bf16'} rows"
                     shape += ", in parts" if num_parts > 1 else ""
-                    kernel = next(k for n, k in compiled.kernels.items() if n != "_combine")
+                    kernel = next(k for n, k in compiled.kernels.items() if n != "_join_parts")
                     yield {"kernel": name, "shape": shape} | resources(kernel)
     for width, v_width in ((128, 128), (192, 256)):
         for rounds in (1, 2):

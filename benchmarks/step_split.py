@@ -14,13 +14,13 @@ import torch
 
 # The first that a kernel's name contains decides.
 PARTS = (
-    ("indexer", ("_logits", "_score", "_quantise_queries", "_index")),
-    ("top-k", ("_choose", "_select", "_write_chosen")),
-    ("attention", ("_attend", "online_combine", "_join", "_write", "_absorb", "_unabsorb")),
-    ("experts", ("_products", "_rank", "_cut", "_combine", "_gate", "_sum_pairs")),
-    ("sampling", ("reduce", "argmax")),
-    ("projections", ("_linear", "_add_parts", "nvjet", "gemm", "gemv", "cutlass", "splitK")),
-    ("norms", ("_quantise", "_norm")),
+    ("indexer", ("_logits", "_quantise_queries")),
+    ("top-k", ("_select",)),
+    ("attention", ("_attend", "_join_parts", "_absorb", "_unabsorb", "_write")),
+    ("experts", ("_products", "_rank", "_cut", "_combine", "_choose_experts", "_fp32_product")),
+    ("sampling", ("_best_",)),
+    ("norms, rope", ("_norm_rows", "_quantise", "_finish")),
+    ("projections", ("_linear", "_add_parts", "nvjet", "gemm", "gemv", "splitK")),
 )
 
 

@@ -117,6 +117,10 @@ class DeepseekModel:
         """fp32 logits [N, vocabulary] of hidden states that `forward` or `guess` returned."""
         return self.head(hidden_ND)
 
+    def greedy(self, hidden_ND: Tensor) -> Tensor:
+        """int64 [N]: the lowest of the likeliest ids, or -1 where a logit is not finite."""
+        return self.head.greedy(hidden_ND)
+
     def _step(self, plan: Plan, backend: AttentionBackend, storage: CacheStorage) -> Step:
         angles_TR = self.angles_PR.index_select(0, plan.batch.positions_T)
         return Step(plan, backend, storage, angles_TR)

@@ -15,12 +15,13 @@ from ..attention.sparse.dsa import DsaBackend
 from ..configs.logprobs import TokenLogprobs
 from ..configs.sampling import AttentionRule
 from ..kv_cache.storage import CacheStorage
+from .captured_step import Replayed
 from .decode_graphs import DecodeGraphs
 from .deepseek import DeepseekModel
 from .drafter import MtpDrafter
 from .inputs import Span, attention_batch, to_tensor
 from .logprobs import score_tokens
-from .sampler import sample
+from .sampler import is_greedy, sample
 from .sequence import (
     NON_FINITE,
     PROMPT_ROWS_AT_ONCE,
@@ -29,6 +30,9 @@ from .sequence import (
     SequenceOutput,
     num_accepted,
 )
+
+# A request whose tokens are chosen, where they go, and the first of its rows among those chosen.
+Chosen = tuple[SequenceInput, SequenceOutput, int]
 
 
 class ModelRunner:
@@ -50,7 +54,7 @@ class ModelRunner:
         self.storage = storage
         self.graphs = graphs
         self.device = storage.latent_LSC.device
-        self.drafter = None if model.mtp is None else MtpDrafter(model, backend, storage)
+        self.drafter = None if model.mtp is None else MtpDrafter(model, backend, storage, graphs)
 
     def run(self, sequences: Sequence[SequenceInput], num_extends: int) -> list[SequenceOutput]:
         """Compute one step; `sequences` holds the extends first, then the decodes.
@@ -81,10 +85,19 @@ class ModelRunner:
     def _run(self, sequences: Sequence[SequenceInput], num_extends: int) -> list[SequenceOutput]:
         spans = [Span(s.context_len, len(s.token_ids), s.pages) for s in sequences]
         token_ids = list(chain.from_iterable(s.token_ids for s in sequences))
-        hidden_TD, plan = self._forward(token_ids, spans, num_extends)
+        replayed = plan = None
+        if self.graphs is not None and not num_extends:
+            greedy = all(s.sample is not None and is_greedy(s.sample) for s in sequences)
+            replayed = self.graphs.forward(token_ids, spans, greedy=greedy)
+        if replayed is None:
+            plan = self._plan(spans, num_extends)
+            ids_T = to_tensor(token_ids, self.device)
+            hidden_TD = self.model.forward(ids_T, plan, self.backend, self.storage)
+            replayed = Replayed(hidden_TD, [])
+        hidden_TD = replayed.hidden_TD
         ends = list(accumulate(span.num_tokens for span in spans))
         outputs = [SequenceOutput() for _ in sequences]
-        self._sample(hidden_TD, sequences, ends, outputs)
+        self._sample(replayed, sequences, ends, outputs)
         for sequence, end, output in zip(sequences, ends, outputs, strict=True):
             if sequence.num_prompt_logprobs is not None and output.error is None:
                 start = end - len(sequence.token_ids)
@@ -92,61 +105,50 @@ class ModelRunner:
                 output.prompt_logprobs.extend(scores)
                 if not all(math.isfinite(score.logprob) for score in scores):
                     output.error = NON_FINITE
-        if self.drafter is not None and plan is not None:
+        if self.drafter is not None:
             self.drafter.propose(hidden_TD, plan, sequences, outputs)
         return outputs
 
-    def _forward(
-        self, token_ids: Sequence[int], spans: Sequence[Span], num_extends: int
-    ) -> tuple[Tensor, Plan | None]:
-        """Hidden states, and the step's plan unless a graph was replayed and nobody drafts."""
-        replayed = None
-        if self.graphs is not None and not num_extends:
-            replayed = self.graphs.forward(token_ids, spans)
-            if replayed is not None and self.drafter is None:
-                return replayed, None
+    def _plan(self, spans: Sequence[Span], num_extends: int) -> Plan:
         batch = attention_batch(spans, num_extends, self.storage.page_size, self.device)
-        plan = self.backend.plan(batch)
-        if replayed is not None:
-            return replayed, plan
-        ids_T = to_tensor(token_ids, self.device)
-        return self.model.forward(ids_T, plan, self.backend, self.storage), plan
+        return self.backend.plan(batch)
 
     def _sample(
         self,
-        hidden_TD: Tensor,
+        replayed: Replayed,
         sequences: Sequence[SequenceInput],
         ends: Sequence[int],
         outputs: Sequence[SequenceOutput],
     ) -> None:
         """Sample behind the last known token and behind each draft, and keep what agrees."""
         rows: list[int] = []
-        inputs: list[SampleInput] = []
-        chosen: list[tuple[SequenceInput, SequenceOutput, int]] = []
+        chosen: list[Chosen] = []
         for sequence, end, output in zip(sequences, ends, outputs, strict=True):
             if sequence.sample is None:
                 continue
             chosen.append((sequence, output, len(rows)))
             drafts = sequence.draft_ids
             rows.extend(range(end - len(drafts) - 1, end))
-            inputs += [sequence.sample.after(drafts[:i]) for i in range(len(drafts) + 1)]
         if not chosen:
             return
-        logits_NV = self.model.logits(hidden_TD[to_tensor(rows, self.device)])
-        tokens = sample(logits_NV, inputs)
-        # A sum is finite only if every term is: one small reduction guards every row.
-        finite = logits_NV.sum(dim=-1).isfinite().tolist()
+        if replayed.greedy_ids:
+            logits_NV, tokens = None, [replayed.greedy_ids[row] for row in rows]
+            finite = [token >= 0 for token in tokens]
+        else:
+            logits_NV = self.model.logits(replayed.hidden_TD[to_tensor(rows, self.device)])
+            tokens = sample(logits_NV, _sample_inputs(chosen))
+            # A sum is finite only if every term is: one small reduction guards every row.
+            finite = logits_NV.sum(dim=-1).isfinite().tolist()
         for sequence, output, first in chosen:
             stop = first + 1 + num_accepted(sequence.draft_ids, tokens[first:])
             if not all(finite[first:stop]):
                 stop = finite.index(False, first)
             output.token_ids = tokens[first:stop]
             output.error = NON_FINITE if stop == first else None
-        self._score(logits_NV, chosen)
+        if logits_NV is not None:
+            self._score(logits_NV, chosen)
 
-    def _score(
-        self, logits_NV: Tensor, chosen: Sequence[tuple[SequenceInput, SequenceOutput, int]]
-    ) -> None:
+    def _score(self, logits_NV: Tensor, chosen: Sequence[Chosen]) -> None:
         """Logprobs of the tokens that were kept, where they are asked for."""
         wanted = [
             (first + i, token, sequence.sample.params.logprobs, output)
@@ -172,6 +174,16 @@ class ModelRunner:
             logits_NV = self.model.logits(hidden_TD[start + i : start + i + len(tile)])
             scores += score_tokens(logits_NV, tile, sequence.num_prompt_logprobs or 0)
         return scores
+
+
+def _sample_inputs(chosen: Sequence[Chosen]) -> list[SampleInput]:
+    """What each row is sampled with: the last known token's, and those behind the drafts."""
+    return [
+        sequence.sample.after(sequence.draft_ids[:i])
+        for sequence, _, _ in chosen
+        if sequence.sample is not None
+        for i in range(len(sequence.draft_ids) + 1)
+    ]
 
 
 def _trim(score: TokenLogprobs, num_top: int) -> TokenLogprobs:

@@ -76,6 +76,16 @@ def _adjust(logits_NV: Tensor, inputs: Sequence[SampleInput]) -> Tensor:
     return adjusted_NV
 
 
+def is_greedy(row: SampleInput) -> bool:
+    """Whether this row, and any behind drafts, takes the token that the head finds likeliest.
+
+    Nothing but that token is asked for, so nobody needs the logits.
+    """
+    p = row.params
+    is_bare = p.temperature == 0 and p.logprobs is None and p.thinking_budget is None
+    return is_bare and _is_plain(row)
+
+
 def _is_plain(row: SampleInput) -> bool:
     p = row.params
     penalised = p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0

@@ -92,7 +92,7 @@ def log_sum_exp(largest, total):
 
 
 @jit
-def _combine(
+def _join_parts(
     part_ptr,
     part_lse_ptr,
     first_ptr,
@@ -162,7 +162,7 @@ def combine(
     block = min(power_of_two(width), 128)
     first, parts = (None, first_G) if isinstance(first_G, int) else (first_G, 0)
     at_once = min(power_of_two(max(parts, 8)), 32)
-    _combine[(groups * rows, ceil_div(width, block))](
+    _join_parts[(groups * rows, ceil_div(width, block))](
         part_PRC, part_lse_PR, first, out_GRC, lse_GR, rows, parts, width, block, at_once,
         num_warps=2,
     )  # fmt: skip

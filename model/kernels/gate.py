@@ -24,11 +24,10 @@ from ..config import MoeConfig
 
 # Columns of one turn of the product's loop.
 STEP = 64
-COLUMNS = 64
 
 
 @jit
-def _product(
+def _fp32_product(
     x_ptr,
     w_ptr,
     out_ptr,
@@ -76,7 +75,7 @@ def fp32_product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     parts = ceil_div(columns, per_part)
     out_STE = torch.empty(parts, tokens, rows, dtype=torch.float32, device=x_TD.device)
     if tokens:
-        _product[(ceil_div(tokens, block_m), ceil_div(rows, block_n), parts)](
+        _fp32_product[(ceil_div(tokens, block_m), ceil_div(rows, block_n), parts)](
             x_TD,
             weight_ED,
             out_STE,
@@ -95,7 +94,7 @@ def fp32_product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 
 
 @jit
-def _choose(
+def _choose_experts(
     parts_ptr,
     bias_ptr,
     ids_ptr,
@@ -110,6 +109,7 @@ def _choose(
     NUM_GROUPS: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr,
     NORMALISE: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -119,10 +119,11 @@ def _choose(
     within = tl.arange(0, BLOCK_E)[None, :]
     expert = group * per_group + within
     real = (group < NUM_GROUPS) & (within < per_group)
-    logits = tl.zeros((BLOCK_G, BLOCK_E), tl.float32)
-    for part in range(num_parts):
-        place = (part * tokens + token) * experts + expert
-        logits += tl.load(parts_ptr + place, mask=real, other=0.0)
+    # All parts are on their way at once.
+    part = tl.arange(0, BLOCK_S)[:, None, None]
+    place = (part * tokens + token) * experts + expert[None, :, :]
+    parts = tl.load(parts_ptr + place, mask=(part < num_parts) & real[None, :, :], other=0.0)
+    logits = tl.sum(parts, 0)
     scores = tl.sigmoid(logits)
     ranking = scores + tl.load(bias_ptr + expert, mask=real, other=0.0)
     # What is no number must not decide where memory is read.
@@ -178,7 +179,7 @@ def choose_experts(parts_STE: Tensor, bias_E: Tensor, moe: MoeConfig) -> tuple[T
     limited = moe.num_chosen_groups < moe.num_groups
     groups = moe.num_groups if limited else 1
     if tokens:
-        _choose[(tokens,)](
+        _choose_experts[(tokens,)](
             parts_STE,
             bias_E,
             ids_TK,
@@ -193,6 +194,7 @@ def choose_experts(parts_STE: Tensor, bias_E: Tensor, moe: MoeConfig) -> tuple[T
             groups,
             moe.num_chosen_groups if limited else groups,
             moe.normalise,
+            power_of_two(num_parts),
             power_of_two(groups),
             power_of_two(experts // groups),
             power_of_two(shape[1]),

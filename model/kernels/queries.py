@@ -97,46 +97,55 @@ def _finish(
         tl.store(weights_ptr + token * index_heads + head, weight * scale, mask=is_head)
 
 
-def finish_queries(
-    rope_THR: Tensor, angles_TR: Tensor, index: IndexParts | None = None
-) -> Tensor | None:
-    """Rotate all queries in place; returns the index head weights, fp32 [T, n].
+def rotate_queries(rope_THR: Tensor, angles_TR: Tensor) -> None:
+    """Rotate the queries of attention in place.
 
     rope_THR: the rotated part of the heads, whose elements are dense. angles_TR: complex64
     [T, R / 2], contiguous. Raises ValueError for other layouts.
     """
+    _launch(rope_THR, angles_TR, None, None)
+
+
+def finish_queries(rope_THR: Tensor, angles_TR: Tensor, index: IndexParts) -> Tensor:
+    """`rotate_queries`, the index queries as well; returns the index head weights, fp32 [T, n]."""
+    shape = index.parts_STn.shape[1:]
+    weights_Tn = torch.empty(shape, dtype=torch.float32, device=rope_THR.device)
+    _launch(rope_THR, angles_TR, index, weights_Tn)
+    return weights_Tn
+
+
+def _launch(
+    rope_THR: Tensor, angles_TR: Tensor, index: IndexParts | None, weights_Tn: Tensor | None
+) -> None:
     tokens, heads, rotated = rope_THR.shape
     if rope_THR.stride(2) != 1 or not angles_TR.is_contiguous():
         raise ValueError(
             f"elements of a head and angles are dense, got strides {rope_THR.stride()} and "
             f"{angles_TR.stride()}"
         )
-    q_blocks, weights_Tn = ceil_div(heads, HEADS), None
-    index_heads = index_width = num_parts = 0
+    q_blocks, index_heads, index_width, num_parts = ceil_div(heads, HEADS), 0, 0, 0
     if index is not None:
         num_parts, _, index_heads = index.parts_STn.shape
         index_width = index.q_TnD.shape[2]
-        shape = (tokens, index_heads)
-        weights_Tn = torch.empty(shape, dtype=torch.float32, device=rope_THR.device)
-    if tokens:
-        _finish[(tokens, q_blocks + ceil_div(index_heads, HEADS))](
-            rope_THR,
-            torch.view_as_real(angles_TR),
-            index.q_TnD if index else None,
-            index.parts_STn if index else None,
-            weights_Tn,
-            tokens,
-            q_blocks,
-            heads,
-            rope_THR.stride(0),
-            rope_THR.stride(1),
-            index_heads,
-            index_width,
-            num_parts,
-            index.scale if index else 0.0,
-            rotated,
-            power_of_two(rotated // 2),
-            HEADS,
-            num_warps=4,
-        )
-    return weights_Tn
+    if not tokens:
+        return
+    _finish[(tokens, q_blocks + ceil_div(index_heads, HEADS))](
+        rope_THR,
+        torch.view_as_real(angles_TR),
+        index.q_TnD if index else None,
+        index.parts_STn if index else None,
+        weights_Tn,
+        tokens,
+        q_blocks,
+        heads,
+        rope_THR.stride(0),
+        rope_THR.stride(1),
+        index_heads,
+        index_width,
+        num_parts,
+        index.scale if index else 0.0,
+        rotated,
+        power_of_two(rotated // 2),
+        HEADS,
+        num_warps=4,
+    )

@@ -32,3 +32,13 @@ class Head:
     def __call__(self, hidden_ND: Tensor) -> Tensor:
         """fp32 logits [N, vocabulary]."""
         return self.linear(hidden_ND).float()
+
+    def greedy(self, hidden_ND: Tensor) -> Tensor:
+        """int64 [N]: the lowest of the likeliest ids, or -1 where a logit is not finite."""
+        logits_NV = self.linear(hidden_ND)
+        if logits_NV.is_cuda:
+            from ..kernels.greedy import greedy_tokens  # noqa: PLC0415 - where triton is installed
+
+            return greedy_tokens(logits_NV)
+        finite_N = logits_NV.float().sum(dim=-1).isfinite()
+        return logits_NV.argmax(dim=-1).masked_fill_(~finite_N, -1)

@@ -157,10 +157,14 @@ def _finish(
 ) -> IndexQuery | None:
     """Rotate in place by a kernel, and make the index queries where a part selects."""
     from ..kernels.gate import fp32_product  # noqa: PLC0415 - only where triton is installed
-    from ..kernels.queries import IndexParts, finish_queries  # noqa: PLC0415 - the same
+    from ..kernels.queries import (  # noqa: PLC0415 - the same
+        IndexParts,
+        finish_queries,
+        rotate_queries,
+    )
 
     if indexer is None:
-        finish_queries(rope_THR, step.angles_TR)
+        rotate_queries(rope_THR, step.angles_TR)
         return None
     weights_STn = fp32_product(x_TD, indexer.weights_nD)
     parts = IndexParts(indexer.heads(latent_TQ), weights_STn, indexer.scale)

@@ -18,13 +18,14 @@ from minidsa.attention.dense.triton import TritonDenseBackend
 from minidsa.attention.sparse.dsa import DsaBackend
 from minidsa.configs.sampling import SamplingParams
 from minidsa.kv_cache.storage import CacheStorage
+from minidsa.model.captured_step import Run
 from minidsa.model.checkpoint import read_config
-from minidsa.model.decode_graphs import LARGEST, SIZES, DecodeGraphs, Run
+from minidsa.model.decode_graphs import LARGEST, SIZES, DecodeGraphs
 from minidsa.model.inputs import Span, attention_batch, to_tensor
 from minidsa.model.loader import load_model
 from minidsa.model.make_checkpoint import write_checkpoint
 from minidsa.model.runner import ModelRunner
-from minidsa.model.sequence import SampleInput, SequenceInput
+from minidsa.model.sequence import NON_FINITE, SampleInput, SequenceInput
 from stepper import new_storage
 
 # Capturing reads page 0, which is full of NaN here, and the interpreter's numpy says so.
@@ -38,9 +39,9 @@ PAGES = 40
 
 
 @functools.cache
-def two_layers() -> Path:
+def two_layers(mtp_layers: int = 0) -> Path:
     folder = new_folder()
-    config = dict(T_CPU) | {"num_hidden_layers": 2, "num_nextn_predict_layers": 0}
+    config = dict(T_CPU) | {"num_hidden_layers": 2, "num_nextn_predict_layers": mtp_layers}
     write_checkpoint(folder, config, tensors_of(config))
     return folder
 
@@ -52,9 +53,10 @@ def again(run: Run) -> Run:
 class Bed:
     """One model over two caches with the same rows: one is stepped eagerly, the other replayed."""
 
-    def __init__(self, lengths: Sequence[int]) -> None:
-        config = read_config(two_layers())
-        self.model = load_model(two_layers(), config, DTYPE, DEVICE)
+    def __init__(self, lengths: Sequence[int], *, guesses: bool = False) -> None:
+        folder = two_layers(int(guesses))
+        config = read_config(folder)
+        self.model = load_model(folder, config, DTYPE, DEVICE, with_mtp=guesses)
         assert config.indexer is not None
         topk = config.indexer.topk
         self.storages = [new_storage(self.model, PAGES, PAGE) for _ in range(2)]
@@ -90,7 +92,7 @@ class Bed:
         expected = self._eager(self.backends[0], self.storages[0], ids, spans, 0)
         replayed = self.graphs.forward(ids, spans)
         assert replayed is not None
-        torch.testing.assert_close(replayed, expected, rtol=RTOL, atol=ATOL)
+        torch.testing.assert_close(replayed.hidden_TD, expected, rtol=RTOL, atol=ATOL)
         for request in requests:
             self.lengths[request] += width
 
@@ -125,33 +127,90 @@ def test_verify_of_three_tokens():
     assert {shape.width for shape in bed.graphs.shapes} == {3}
 
 
-def test_a_runner_says_the_same_tokens_with_graphs():
-    bed = Bed([13, 30])
-    runners = [
-        ModelRunner(bed.model, backend, storage, graphs)
-        for backend, storage, graphs in zip(
-            bed.backends, bed.storages, (None, bed.graphs), strict=True
-        )
+GREEDY = SamplingParams(max_tokens=9, seed=0, temperature=0.0)
+
+
+def runners_of(bed: Bed) -> list[ModelRunner]:
+    """One that runs eagerly, one that replays."""
+    return [
+        ModelRunner(bed.model, bed.backends[0], bed.storages[0]),
+        ModelRunner(bed.model, bed.backends[1], bed.storages[1], bed.graphs),
     ]
-    greedy = SamplingParams(max_tokens=9, seed=0, temperature=0.0)
-    said = []
-    for runner in runners:
-        tokens = [[5], [6]]
-        for step in range(3):
-            inputs = [
-                SequenceInput(
-                    [own[-1]],
-                    bed.lengths[i] + step,
-                    bed.pages[i],
-                    SampleInput(greedy, [1], own[1:]),
-                )
-                for i, own in enumerate(tokens)
-            ]
-            for own, output in zip(tokens, runner.run(inputs, 0), strict=True):
-                own += output.token_ids
-        said.append(tokens)
-    assert said[0] == said[1]
-    assert bed.graphs.shapes
+
+
+def speak(
+    bed: Bed, runner: ModelRunner, params: SamplingParams, steps: int, num_to_draft: int = 0
+) -> list[tuple[list[int], list[int]]]:
+    """Tokens of every request over some steps, and the drafts they were verified by."""
+    said: list[tuple[list[int], list[int]]] = [([5 + i], []) for i in range(len(bed.pages))]
+    drafts: list[list[int]] = [[] for _ in said]
+    for _ in range(steps):
+        inputs = [
+            SequenceInput(
+                [tokens[-1], *drafts[i]],
+                bed.lengths[i] + len(tokens) - 1,
+                bed.pages[i],
+                SampleInput(params, [1], tokens[1:]),
+                num_drafts=len(drafts[i]),
+                num_to_draft=num_to_draft,
+            )
+            for i, (tokens, _) in enumerate(said)
+        ]
+        outputs = runner.run(inputs, 0)
+        drafts = [output.draft_ids for output in outputs]
+        for (tokens, drafted), output in zip(said, outputs, strict=True):
+            assert output.error is None
+            tokens += output.token_ids
+            drafted += output.draft_ids
+    return said
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_runner_says_the_same_tokens_with_graphs(temperature):
+    bed = Bed([13, 30])
+    params = SamplingParams(max_tokens=9, seed=3, temperature=temperature)
+    eager, replayed = (speak(bed, runner, params, steps=3) for runner in runners_of(bed))
+    assert eager == replayed
+    work = "layers" if temperature else "greedy"
+    assert {shape.work for shape in bed.graphs.shapes} == {work}
+
+
+def test_guesses_are_replayed_as_well():
+    bed = Bed([13, 30], guesses=True)
+    runs = (speak(bed, runner, GREEDY, steps=3, num_to_draft=2) for runner in runners_of(bed))
+    eager, replayed = runs
+    assert eager == replayed
+    assert all(len(drafts) == 6 for _, drafts in replayed)
+    # The first step brings one token a request, the others verify two drafts; a guess goes on.
+    kinds = {(shape.work, shape.width) for shape in bed.graphs.shapes}
+    assert kinds == {("greedy", 1), ("guess", 1), ("greedy", 3), ("guess", 3)}
+
+
+def test_a_request_whose_logits_are_no_numbers_fails_alone():
+    bed = Bed([13, 30])
+    for storage in bed.storages:
+        storage.latent_LSC[:, bed.pages[0][0] * PAGE] = float("nan")
+    for runner in runners_of(bed):
+        inputs = [
+            SequenceInput([5], length, pages, SampleInput(GREEDY, [1], []))
+            for length, pages in zip(bed.lengths, bed.pages, strict=True)
+        ]
+        broken, well = runner.run(inputs, 0)
+        assert broken.error == NON_FINITE and not broken.token_ids
+        assert well.error is None and len(well.token_ids) == 1
+
+
+@pytest.mark.gpu
+def test_a_greedy_step_waits_for_nothing_but_its_tokens():
+    """Every other wait for the device is an error here."""
+    bed = Bed([13, 30])
+    runner = runners_of(bed)[1]
+    speak(bed, runner, GREEDY, steps=3)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        speak(bed, runner, GREEDY, steps=3)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_too_many_requests_run_eagerly():

@@ -9,8 +9,10 @@ from minidsa.attention.kernels.absorb import absorb_queries, unabsorb_latents
 from minidsa.attention.kernels.reference import absorbed_query, unabsorb
 from minidsa.model.config import MoeConfig
 from minidsa.model.kernels.gate import choose_experts, fp32_product
+from minidsa.model.kernels.greedy import greedy_tokens
 from minidsa.model.kernels.norm import norm_fp8_rows, norm_rows
-from minidsa.model.kernels.queries import IndexParts, finish_queries
+from minidsa.model.kernels.queries import IndexParts, finish_queries, rotate_queries
+from minidsa.model.layers.embedding import Head
 from minidsa.model.layers.linear import Allocator
 from minidsa.model.layers.moe import Gate
 from minidsa.model.layers.norm import RmsNorm
@@ -30,7 +32,7 @@ def test_norm_of_rows(dtype, width, adds):
     x_TD[1] = 0.0
     delta_TD = normal(5, width + 8, dtype=dtype, seed=2)[:, 8:] if adds else None
     host_TD = x_TD.cpu().contiguous()
-    expected = twin.add(host_TD, delta_TD.cpu() if adds else None)
+    expected = twin.add(host_TD, None if delta_TD is None else delta_TD.cpu())
     with poisoned():
         out_TD = norm_rows(x_TD, twin.weight_D.to(DEVICE), 1e-5, delta_TD)
     assert torch.equal(x_TD.cpu(), host_TD)
@@ -57,7 +59,7 @@ def test_rows_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="multiple of 128 wide, got 64"):
         norm_fp8_rows(x_TD, weight_D, 1e-6)
     with pytest.raises(ValueError, match="elements of a head"):
-        finish_queries(normal(2, 8, 3).transpose(1, 2), torch.ones(2, 4, dtype=torch.complex64))
+        rotate_queries(normal(2, 8, 3).transpose(1, 2), torch.ones(2, 4, dtype=torch.complex64))
     with pytest.raises(ValueError, match="elements of a row are dense"):
         unabsorb_latents(normal(2, 3, 16), normal(3, 16, 8).transpose(1, 2))
 
@@ -70,21 +72,18 @@ def test_queries_are_rotated_in_place(dtype, heads, rotated, indexes):
     angles_TR = torch.view_as_complex(normal(3, rotated // 2, 2, seed=1))
     expected = q_THX.clone()
     rotate_(expected[..., 20:], angles_TR.unsqueeze(1))
-    index = None
+    index = IndexParts(normal(3, 6, 32, dtype=dtype, seed=2), normal(4, 3, 6, seed=3), 0.5)
+    turned_TnD = index.q_TnD.clone()
+    rotate_(turned_TnD[..., :rotated], angles_TR.unsqueeze(1))
     if indexes:
-        index_TnD = normal(3, 6, 32, dtype=dtype, seed=2)
-        turned = index_TnD.clone()
-        rotate_(turned[..., :rotated], angles_TR.unsqueeze(1))
-        index = IndexParts(index_TnD, normal(4, 3, 6, seed=3), 0.5)
-    with poisoned():
-        weights_Tn = finish_queries(q_THX[..., 20:], angles_TR, index)
+        with poisoned():
+            weights_Tn = finish_queries(q_THX[..., 20:], angles_TR, index)
+        assert_near(index.q_TnD, turned_TnD, dtype)
+        assert_near(weights_Tn, index.parts_STn.sum(dim=0) * 0.5, torch.float32)
+    else:
+        rotate_queries(q_THX[..., 20:], angles_TR)
     assert_near(q_THX, expected, dtype)
     assert torch.equal(q_THX[..., :20], expected[..., :20])
-    if index is None:
-        assert weights_Tn is None
-    else:
-        assert_near(index.q_TnD, turned, dtype)
-        assert_near(weights_Tn, index.parts_STn.sum(dim=0) * 0.5, torch.float32)
 
 
 @each_dtype
@@ -152,12 +151,33 @@ def test_into_the_latent_space_and_out_of_it(dtype, tokens, nope, latent, values
     w_uk_HNC, w_uv_HVC = kv_b_HXC[:, :nope], kv_b_HXC[:, nope:]
     parts = q_THX[..., :nope], q_THX[..., nope:]
     with poisoned():
-        absorbed_THX = absorb_queries(*parts, w_uk_HNC, 0.3)
+        absorbed_THX = absorb_queries(parts[0], parts[1], w_uk_HNC, 0.3)
         out_THV = unabsorb_latents(absorbed_THX[..., :latent], w_uv_HVC)
     assert absorbed_THX.is_contiguous() and out_THV.is_contiguous()
     assert absorbed_THX.shape == (tokens, heads, latent + rope)
     if tokens:
-        expected_THX = absorbed_query(*(p.float() for p in parts), w_uk_HNC.float(), 0.3)
+        floats = parts[0].float(), parts[1].float()
+        expected_THX = absorbed_query(floats[0], floats[1], w_uk_HNC.float(), 0.3)
         assert_near(absorbed_THX, expected_THX, dtype)
         expected_THV = unabsorb(absorbed_THX[..., :latent].float(), w_uv_HVC.float())
         assert_near(out_THV, expected_THV, dtype)
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")
+@pytest.mark.parametrize("vocab", [7, 4096, 9000])
+def test_the_lowest_of_the_likeliest_tokens(vocab):
+    logits_NV = normal(6, vocab + 3, dtype=DTYPES[0])[:, :vocab]
+    logits_NV[0, [2, 5]] = 100.0
+    logits_NV[1, vocab - 1] = 100.0
+    logits_NV[2, 1] = float("nan")
+    logits_NV[3, vocab - 1] = float("inf")
+    logits_NV[4, 3] = float("-inf")
+    logits_NV[5] = 0.0
+    with poisoned():
+        tokens = greedy_tokens(logits_NV)
+    assert tokens.tolist() == [2, vocab - 1, -1, -1, -1, 0]
+    # A head whose weight holds the logits of six unit vectors.
+    head = Head(vocab, 6, Allocator(torch.float32, CPU))
+    head.linear.weight_ED.copy_(logits_NV.nan_to_num(1.0, 1.0, 1.0).t())
+    assert head.greedy(torch.eye(6)).tolist()[:2] == tokens.tolist()[:2]
+    assert head.greedy(torch.full((1, 6), torch.nan)).tolist() == [-1]
