@@ -5,31 +5,21 @@ The choice is made for the extend part and the decode part of a step apart, from
 length of the whole request counts, not that of the chunk in hand.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ...configs.sampling import AttentionRule
 from ...kv_cache.storage import CacheStorage
-from ..base import AttentionBackend, MlaLayer, Plan, Query, SlotAttention
-from ..cached_rows import latent_rows
-from ..kernels.reference import BLOCK, absorbed_query, latent_attention, unabsorb
-from ..kernels.topk import check_selection
+from ..base import AttentionBackend, MlaLayer, Plan, Query
 from ..metadata import AttentionBatch, Part
 from ..workspace import SCORES_BYTES
-from .selection import OnScores, Selection, SelectionSize, new_selection
-
-if TYPE_CHECKING:
-    from .slot_selection import SlotSelection
+from .choice import Choice
+from .selection import OnScores, OnSelect, SelectionSize, Watch, new_selection
 
 Mode = Literal["auto", "sparse", "dense"]
-
-# What a test or a debugging session may watch: layer, positions [T, K] (-1 behind), counts [T].
-# Called once a layer for each part that selects, extends first, with the tensor that is used next.
-OnSelect = Callable[[int, Tensor, Tensor], None]
 
 # Small enough that scores are still in the processor's cache when top-k reads them.
 WORKSPACE_BYTES = 4 << 20
@@ -41,8 +31,8 @@ class DsaPlan:
 
     batch: AttentionBatch
     dense: Plan
-    extends: "Selection | SlotSelection | None"
-    decodes: "Selection | SlotSelection | None"
+    extends: Choice | None
+    decodes: Choice | None
 
     @property
     def selects(self) -> bool:
@@ -141,16 +131,18 @@ class DsaBackend:
             plan.decodes.refresh(batch.decodes)
         return plan
 
-    def _select(self, part: Part, *, is_extend: bool) -> "Selection | SlotSelection | None":
+    def _select(self, part: Part, *, is_extend: bool) -> Choice | None:
         if not self._is_sparse(part):
             return None
-        is_watched = self.on_scores or self.on_select or self.check_selections
-        if self._scores_X is None or is_watched:
-            return new_selection(part, self.size, self.page_size, is_extend=is_extend)
+        watch = Watch(self.on_scores, self.on_select, self.check_selections)
+        kernel = self.dense.slot_attention
+        if self._scores_X is None or kernel is None or watch.looks:
+            sizes = (self.size, self.page_size)
+            return new_selection(part, *sizes, is_extend=is_extend, watch=watch, kernel=kernel)
         from .slot_selection import SlotSelection  # noqa: PLC0415 - as in `_score_room`
 
         inputs = (self.size.topk, self.storage, self._scores_X)
-        return SlotSelection.of(part, *inputs, is_extend=is_extend)
+        return SlotSelection.of(part, *inputs, is_extend=is_extend, kernel=kernel)
 
     def _is_sparse(self, part: Part) -> bool:
         return len(part) > 0 and self.selects(part.longest)
@@ -170,76 +162,20 @@ class DsaBackend:
             return self.dense.prefill(layer, q, plan.dense)
         return self._attend(layer, q, plan.extends)
 
-    def _attend(self, layer: MlaLayer, q: Query, selection: "Selection | SlotSelection") -> Tensor:
-        q.require(selection.part.num_tokens, self.storage.dtype)
-        self._score(layer.index, q, selection)
-        if self.dense.slot_attention is not None:
-            return self._attend_in_place(layer, q, selection, self.dense.slot_attention)
-        if not isinstance(selection, Selection):
-            raise TypeError("slots were selected for a backend that attends to none in place")
-        q_THX = absorbed_query(q.nope_THN, q.rope_THR, layer.w_uk_HNC, layer.scale)
-        tokens, heads, width = q_THX.shape
-        keys = -(-self.size.topk // BLOCK) * BLOCK
-        # A query's rows, the scores of all heads, their softmax, and a sum for each block of keys.
-        per_query = keys * (width + 2 * heads) + keys // BLOCK * heads * layer.w_uk_HNC.shape[2]
-        step = max(1, self.size.workspace_bytes // (4 * per_query))
-        if step >= tokens:
-            out_THC = self._attend_rows(layer, q_THX, selection, slice(0, tokens))
-            return unabsorb(out_THC, layer.w_uv_HVC)
-        out_THC = q_THX.new_empty(*q_THX.shape[:2], layer.w_uk_HNC.shape[2])
-        for first in range(0, tokens, step):
-            rows = slice(first, first + step)
-            out_THC[rows] = self._attend_rows(layer, q_THX[rows], selection, rows)
-        return unabsorb(out_THC, layer.w_uv_HVC)
-
-    def _score(self, layer: int, q: Query, selection: "Selection | SlotSelection") -> None:
-        if self.storage.index_k[layer] is None:
-            if selection.scored_in is None:
-                raise ValueError(f"layer {layer} keeps no index keys and no layer before it chose")
-            return
-        if q.index is None:
-            raise ValueError(f"the plan selects in layer {layer}, but the query has no index part")
-        if not isinstance(selection, Selection):
-            selection.score(layer, q.index, self.storage)
-            return
-        selection.score(layer, q.index, self.storage, self.on_scores)
-        if self.on_select is not None:
-            counts_T = selection.visible_T.clamp(max=self.size.topk)
-            self.on_select(layer, selection.positions_TK, counts_T)
-        if self.check_selections:
-            check_selection(selection.positions_TK, selection.visible_T)
-
-    def _attend_in_place(
-        self,
-        layer: MlaLayer,
-        q: Query,
-        selection: "Selection | SlotSelection",
-        attend: SlotAttention,
-    ) -> Tensor:
-        from ..kernels.absorb import absorb_queries, unabsorb_latents  # noqa: PLC0415 - as above
-
-        q_THX = absorb_queries(q.nope_THN, q.rope_THR, layer.w_uk_HNC, layer.scale)
-        if isinstance(selection, Selection):
-            rows_SX = self.storage.latent_rows(layer.index, slice(None))
-            slots_TK = selection.slots_of(slice(0, len(q_THX)))
+    def _attend(self, layer: MlaLayer, q: Query, choice: Choice) -> Tensor:
+        q.require(choice.part.num_tokens, self.storage.dtype)
+        if self.storage.index_k[layer.index] is None:
+            if choice.scored_in is None:
+                raise ValueError(
+                    f"layer {layer.index} keeps no index keys and no layer before it chose"
+                )
+        elif q.index is None:
+            raise ValueError(
+                f"the plan selects in layer {layer.index}, but the query has no index part"
+            )
         else:
-            rows_SX = selection.rows(layer.index, self.storage)
-            slots_TK = selection.slots_TK
-        width = layer.w_uk_HNC.shape[2]
-        out_THC, _ = attend(q_THX, rows_SX, slots_TK, selection.visible_T, width)
-        return unabsorb_latents(out_THC, layer.w_uv_HVC)
-
-    def _attend_rows(
-        self, layer: MlaLayer, q_THX: Tensor, selection: Selection, rows: slice
-    ) -> Tensor:
-        """Attended latents [T, H, C] of some queries. A row is computed alike in any company."""
-        rows_TKX = latent_rows(self.storage, layer.index, selection.slots_of(rows))
-        hidden_T1K = None if selection.full else selection.hidden_TK[rows].unsqueeze(1)
-        out_THC = latent_attention(q_THX, rows_TKX, hidden_T1K, layer.w_uk_HNC.shape[2])
-        if hidden_T1K is not None:
-            # A padding query sees nothing.
-            out_THC.masked_fill_(hidden_T1K[:, :, :1], 0.0)
-        return out_THC
+            choice.score(layer.index, q.index, self.storage)
+        return choice.attend(layer, q, self.storage)
 
 
 def _own(plan: Plan) -> DsaPlan:

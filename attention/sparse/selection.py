@@ -12,18 +12,22 @@ import torch
 from torch import Tensor
 
 from ...kv_cache.storage import CacheStorage
-from ..base import IndexQuery
-from ..cached_rows import index_rows
+from ..base import IndexQuery, MlaLayer, Query, SlotAttention
+from ..cached_rows import index_rows, latent_rows
 from ..kernels.fp8_rows import quantise
-from ..kernels.reference import index_scores
-from ..kernels.topk import top_k_of_many
+from ..kernels.reference import BLOCK, absorbed_query, index_scores, latent_attention, unabsorb
+from ..kernels.topk import check_selection, top_k_of_many
 from ..metadata import Part
 from ..slots import RequestSlots
 from ..tiles import Tile, Workspace, decode_tiles, extend_tiles
+from .choice import attend_in_place
 
 # What a test or a debugging session may watch: layer, scores [T, L] of a tile, what each query sees
 # of the L keys [T]. Called before the selection is made, for queries that see more than K.
 OnScores = Callable[[int, Tensor, Tensor], None]
+# The same of the result: layer, positions [T, K] (-1 behind), counts [T]. Called once a layer for
+# each part that selects, extends first, with the tensor that is used next.
+OnSelect = Callable[[int, Tensor, Tensor], None]
 
 # Copies of a tile's scores, counted in 4 bytes a score, that the exact top-k makes at its worst.
 TOP_K_COPIES = 14
@@ -43,12 +47,29 @@ class SelectionSize:
         return Workspace(self.workspace_bytes // 4, width, max(2 * heads + 2, TOP_K_COPIES))
 
 
+@dataclass(frozen=True)
+class Watch:
+    """Who looks on. checks: an impossible selection raises RuntimeError."""
+
+    on_scores: OnScores | None = None
+    on_select: OnSelect | None = None
+    checks: bool = False
+
+    @property
+    def looks(self) -> bool:
+        return self.checks or self.on_scores is not None or self.on_select is not None
+
+
+NOBODY = Watch()
+
+
 @dataclass
 class Selection:
-    """positions_TK: int64 positions in the request, ascending, -1 behind; refreshed in place.
+    """See `Choice`.
 
+    positions_TK: int64 positions in the request, ascending, -1 behind; refreshed in place.
     visible_T: keys each query sees. hidden_TK: bool, the places that hold no selection; `full`:
-    there are none. scored_in: the layer whose index keys chose, None before any has.
+    there are none. kernel: attends to rows in place; None: they are gathered.
     """
 
     part: Part
@@ -59,6 +80,8 @@ class Selection:
     offsets_T1: Tensor
     visible_T: Tensor
     hidden_TK: Tensor
+    watch: Watch
+    kernel: SlotAttention | None
     full: bool = False
     scored_in: int | None = None
     tiles: list[Tile] = field(default_factory=list)
@@ -82,29 +105,62 @@ class Selection:
         self.positions_TK.copy_(columns_K.expand_as(self.positions_TK))
         self.positions_TK.masked_fill_(self.hidden_TK, -1)
 
-    def score(
-        self,
-        layer: int,
-        query: IndexQuery,
-        storage: CacheStorage,
-        on_scores: OnScores | None = None,
-    ) -> None:
+    def score(self, layer: int, query: IndexQuery, storage: CacheStorage) -> None:
         """Select for every query that sees more than K keys."""
         if not self.tiles:
             self.tiles = self._cut(self.size.workspace(query))
         if storage.layout.is_fp8:
             query = _rounded(query)
-        topk = self.size.topk
+        topk, watch = self.size.topk, self.watch
         for tile in self.tiles:
             keys = tile.read(lambda slots: index_rows(storage, layer, slots))
             scores_GwL = index_scores(tile.take(query.q_TnD), tile.take(query.weights_Tn), *keys)
             scores_TL = scores_GwL.flatten(0, 1)
             if tile.hidden_TX is not None:
                 scores_TL[:, tile.first_hidden :].masked_fill_(tile.hidden_TX, float("-inf"))
-            if on_scores is not None:
-                on_scores(layer, scores_TL, tile.visible_T)
+            if watch.on_scores is not None:
+                watch.on_scores(layer, scores_TL, tile.visible_T)
             self.positions_TK[tile.tokens] = top_k_of_many(scores_TL, tile.visible_T, topk)
         self.scored_in = layer
+        if watch.on_select is not None:
+            watch.on_select(layer, self.positions_TK, self.visible_T.clamp(max=topk))
+        if watch.checks:
+            check_selection(self.positions_TK, self.visible_T)
+
+    def attend(self, layer: MlaLayer, q: Query, storage: CacheStorage) -> Tensor:
+        """Attention [T, H, V] of the part's queries; a few of them at a time where rows are
+        gathered."""
+        if self.kernel is not None:
+            chosen = self.slots_of(slice(0, len(q.nope_THN))), self.visible_T
+            rows_SX = storage.latent_rows(layer.index, slice(None))
+            return attend_in_place(self.kernel, layer, q, rows_SX, chosen)
+        q_THX = absorbed_query(q.nope_THN, q.rope_THR, layer.w_uk_HNC, layer.scale)
+        tokens, heads, width = q_THX.shape
+        latent = layer.w_uk_HNC.shape[2]
+        keys = -(-self.size.topk // BLOCK) * BLOCK
+        # A query's rows, the scores of all heads, their softmax, and a sum for each block of keys.
+        per_query = keys * (width + 2 * heads) + keys // BLOCK * heads * latent
+        step = max(1, self.size.workspace_bytes // (4 * per_query))
+        if step >= tokens:
+            out_THC = self._attend_rows(layer, q_THX, storage, slice(0, tokens))
+            return unabsorb(out_THC, layer.w_uv_HVC)
+        out_THC = q_THX.new_empty(tokens, heads, latent)
+        for first in range(0, tokens, step):
+            rows = slice(first, first + step)
+            out_THC[rows] = self._attend_rows(layer, q_THX[rows], storage, rows)
+        return unabsorb(out_THC, layer.w_uv_HVC)
+
+    def _attend_rows(
+        self, layer: MlaLayer, q_THX: Tensor, storage: CacheStorage, rows: slice
+    ) -> Tensor:
+        """Attended latents [T, H, C] of some queries. A row is computed alike in any company."""
+        rows_TKX = latent_rows(storage, layer.index, self.slots_of(rows))
+        hidden_T1K = None if self.full else self.hidden_TK[rows].unsqueeze(1)
+        out_THC = latent_attention(q_THX, rows_TKX, hidden_T1K, layer.w_uk_HNC.shape[2])
+        if hidden_T1K is not None:
+            # A padding query sees nothing.
+            out_THC.masked_fill_(hidden_T1K[:, :, :1], 0.0)
+        return out_THC
 
     def _cut(self, workspace: Workspace) -> list[Tile]:
         topk = self.size.topk
@@ -132,7 +188,15 @@ def _rounded(query: IndexQuery) -> IndexQuery:
     return IndexQuery(values_TnD.float() * scales_Tn.unsqueeze(-1), query.weights_Tn)
 
 
-def new_selection(part: Part, size: SelectionSize, page_size: int, *, is_extend: bool) -> Selection:
+def new_selection(
+    part: Part,
+    size: SelectionSize,
+    page_size: int,
+    *,
+    is_extend: bool,
+    watch: Watch = NOBODY,
+    kernel: SlotAttention | None = None,
+) -> Selection:
     """Buffers for a part, filled with what no layer changes."""
     device = part.block_table_BP.device
     slots = RequestSlots(part, page_size)
@@ -147,6 +211,8 @@ def new_selection(part: Part, size: SelectionSize, page_size: int, *, is_extend:
         offsets_T1=torch.tensor(requests, dtype=torch.int64, device=device).unsqueeze(1),
         visible_T=torch.empty(part.num_tokens, dtype=torch.int64, device=device),
         hidden_TK=torch.empty(part.num_tokens, size.topk, dtype=torch.bool, device=device),
+        watch=watch,
+        kernel=kernel,
     )
     selection._fill()
     return selection

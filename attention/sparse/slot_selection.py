@@ -14,15 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kv_cache.storage import CacheStorage
-from ..base import IndexQuery
+from ..base import IndexQuery, MlaLayer, Query, SlotAttention
 from ..cached_rows import expand_rows, index_pages
 from ..kernels.cache_write import quantise_index_queries
 from ..kernels.fp8_rows import IndexPages
 from ..kernels.index_select import SelectionPlan, plan_selection, select_keys
 from ..kernels.launch import power_of_two
+from ..kernels.sparse_mla import sparse_mla
 from ..kernels.topk_triton import K_MAX
 from ..metadata import Part
 from ..workspace import EXPANDED_BYTES
+from .choice import attend_in_place
 
 # The least that a side of a tensor core's product has.
 FEWEST = 16
@@ -39,8 +41,9 @@ def suits(storage: CacheStorage, topk: int) -> bool:
 
 @dataclass
 class SlotSelection:
-    """slots_TK: int32 cache slots, by ascending position, -1 behind; refreshed in place.
+    """See `Choice`.
 
+    slots_TK: int32 cache slots, by ascending position, -1 behind; refreshed in place.
     workspace_X: fp32, for the scores of one chunk of queries. table_BP: a copy of the block table,
     reach: tokens it can hold of a request. scored_in: as in `Selection`. expands: slots are places
     in a copy of the part's rows, the requests' one behind the other.
@@ -52,13 +55,21 @@ class SlotSelection:
     slots_TK: Tensor
     table_BP: Tensor
     reach: int
+    kernel: SlotAttention
     expands: bool = False
     scored_in: int | None = None
     plan: SelectionPlan | None = None
 
     @classmethod
     def of(
-        cls, part: Part, topk: int, storage: CacheStorage, workspace_X: Tensor, *, is_extend: bool
+        cls,
+        part: Part,
+        topk: int,
+        storage: CacheStorage,
+        workspace_X: Tensor,
+        *,
+        is_extend: bool,
+        kernel: SlotAttention = sparse_mla,
     ) -> "SlotSelection":
         table_BP = part.block_table_BP.clone()
         shape = (part.num_tokens, topk)
@@ -71,7 +82,7 @@ class SlotSelection:
             and part.num_tokens >= MANY_QUERIES
             and len(part) * reach * row_bytes <= EXPANDED_BYTES
         )
-        return cls(part, is_extend, workspace_X, slots_TK, table_BP, reach, expands)
+        return cls(part, is_extend, workspace_X, slots_TK, table_BP, reach, kernel, expands)
 
     @property
     def visible_T(self) -> Tensor:
@@ -111,6 +122,11 @@ class SlotSelection:
             first_T1 = self.plan.request_T.unsqueeze(1) * self.reach
             torch.where(out_TK < 0, out_TK, out_TK + first_T1, out=out_TK)
         self.scored_in = layer
+
+    def attend(self, layer: MlaLayer, q: Query, storage: CacheStorage) -> Tensor:
+        """Attention [T, H, V] of the part's queries."""
+        chosen = self.slots_TK, self.visible_T
+        return attend_in_place(self.kernel, layer, q, self.rows(layer.index, storage), chosen)
 
     def rows(self, layer: int, storage: CacheStorage) -> Tensor:
         """What slots_TK points into: all rows of the layer, or a copy of the part's."""
