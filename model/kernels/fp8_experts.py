@@ -156,12 +156,14 @@ def fp8_experts(
     gate_up: Fp8Weights,
     down: Fp8Weights,
     *,
+    rows: Fp8Rows | None = None,
     tiling: ProductTiling | None = None,
 ) -> Tensor:
     """The weighted sum of the chosen experts' outputs, [T, D] in x's dtype.
 
     x_TD: bf16 or fp16. ids_TK: integers, contiguous; weights_TK: fp32, contiguous. gate_up: gate
-    rows, then up rows, [X, 2 I, D]; down: [X, D, I]; D and I multiples of 128.
+    rows, then up rows, [X, 2 I, D]; down: [X, D, I]; D and I multiples of 128. rows: x_TD
+    in fp8, if that was made already.
     """
     (tokens, width), chosen = x_TD.shape, ids_TK.shape[1]
     out_TD = torch.empty_like(x_TD)
@@ -169,7 +171,7 @@ def fp8_experts(
         return out_TD
     num_experts, double, _ = gate_up.values_XED.shape
     pairs = tokens * chosen
-    x, pairs_PD = quantise_rows(x_TD), x_TD.new_empty(pairs, width)
+    x, pairs_PD = rows or quantise_rows(x_TD), x_TD.new_empty(pairs, width)
     if tiling is None and pairs >= HOPPER_ROWS * num_experts and fp8_hopper.suits(x, width):
         groups = group_pairs(ids_TK, num_experts, fp8_hopper.ROWS)
         middle = Fp8Rows.empty(pairs, double // 2, x_TD.device)

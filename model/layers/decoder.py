@@ -30,4 +30,6 @@ class DecoderLayer:
     def __call__(self, x_TD: Tensor, delta_TD: Tensor | None, step: Step) -> Tensor:
         """What is still to be added to x_TD, which takes delta_TD and the attention in place."""
         attended_TD = self.attention(self.attention_norm.add(x_TD, delta_TD), step)
+        if self.feed_forward.takes_fp8:
+            return self.feed_forward(*self.feed_forward_norm.in_fp8(x_TD, attended_TD))
         return self.feed_forward(self.feed_forward_norm.add(x_TD, attended_TD))

@@ -4,13 +4,16 @@ Activations are rounded to fp8 in groups of 128 columns (DeepSeek-V3, section 3.
 our kernel, many to cuBLAS, whichever was measured to be faster (docs/performance.md).
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..fp8 import scale_shape
+
+if TYPE_CHECKING:
+    from ..kernels.fp8_rows import Fp8Rows
 
 # cuBLAS takes no fewer rows than this, and is slower up to it.
 MOST_ROWS = 64
@@ -39,12 +42,22 @@ class Fp8Linear:
         self.scales = self._padded[:, :width]
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        from ..kernels.fp8_linear import fp8_linear  # noqa: PLC0415 - only where triton is installed
-        from ..kernels.fp8_rows import quantise_rows  # noqa: PLC0415 - the same
+        from ..kernels.fp8_rows import quantise_rows  # noqa: PLC0415 - only where triton is installed
 
-        x = quantise_rows(x_TD)
-        if len(x_TD) <= MOST_ROWS:
-            return fp8_linear(x, self.weight_ED, self.scales, x_TD.dtype)
+        return self.multiply(quantise_rows(x_TD), x_TD.dtype)
+
+    def of_gated(self, gate_up_TE: Tensor) -> Tensor:
+        """The product of silu(gate) * up, of which only fp8 is written."""
+        from ..kernels.fp8_rows import quantise_rows  # noqa: PLC0415 - only where triton is installed
+
+        return self.multiply(quantise_rows(gate_up_TE, swiglu=True), gate_up_TE.dtype)
+
+    def multiply(self, x: "Fp8Rows", dtype: torch.dtype) -> Tensor:
+        """The product of rows that are in fp8 already, in `dtype`."""
+        from ..kernels.fp8_linear import fp8_linear  # noqa: PLC0415 - only where triton is installed
+
+        if len(x.values_TD) <= MOST_ROWS:
+            return fp8_linear(x, self.weight_ED, self.scales, dtype)
         kind: Any = F.ScalingType  # pyright: ignore[reportPrivateImportUsage]
         multiply: Any = F.scaled_mm
         return multiply(
@@ -54,7 +67,7 @@ class Fp8Linear:
             kind.BlockWise1x128,
             self._padded.t(),
             kind.BlockWise128x128,
-            output_dtype=x_TD.dtype,
+            output_dtype=dtype,
         )
 
     def pack(self) -> None:

@@ -119,8 +119,12 @@ class Mla:
         q_TE, indexer, index = down_TE[:, : self.latent_start], None, None
         latent_TQ = q_TE
         if self.q_norm is not None and self.up is not None:
-            latent_TQ = self.q_norm(q_TE)
-            q_TE = self.up(latent_TQ)
+            if isinstance(self.up, Fp8Linear):
+                latent_TQ, rows = self.q_norm.in_fp8(q_TE, None)
+                q_TE = self.up.multiply(rows, latent_TQ.dtype)
+            else:
+                latent_TQ = self.q_norm(q_TE)
+                q_TE = self.up(latent_TQ)
             indexer = self.indexer if step.plan.selects else None
         q_THX = q_TE.view(-1, config.num_heads, config.nope_dim + config.rope_dim)
         nope_THN, rope_THR = q_THX[..., : config.nope_dim], q_THX[..., config.nope_dim :]

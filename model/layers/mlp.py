@@ -1,10 +1,16 @@
 """The plain feed-forward block: down(silu(gate(x)) * up(x))."""
 
+from typing import TYPE_CHECKING
+
 import torch.nn.functional as F
 from torch import Tensor
 
 from .elementwise import rows_below
+from .fp8 import Fp8Linear
 from .linear import Allocator
+
+if TYPE_CHECKING:
+    from ..kernels.fp8_rows import Fp8Rows
 
 
 class Mlp:
@@ -14,8 +20,19 @@ class Mlp:
         self.gate_up = allocate.fp8_linear(2 * width, hidden, parts=2)
         self.down = allocate.fp8_linear(hidden, width)
 
-    def __call__(self, x_TD: Tensor) -> Tensor:
-        return self.down(silu_product(self.gate_up(x_TD)))
+    @property
+    def takes_fp8(self) -> bool:
+        return isinstance(self.gate_up, Fp8Linear)
+
+    def __call__(self, x_TD: Tensor, rows: "Fp8Rows | None" = None) -> Tensor:
+        """rows: x in fp8, where a product takes it so and it was made already."""
+        if rows is not None and isinstance(self.gate_up, Fp8Linear):
+            gate_up_TE = self.gate_up.multiply(rows, x_TD.dtype)
+        else:
+            gate_up_TE = self.gate_up(x_TD)
+        if isinstance(self.down, Fp8Linear):
+            return self.down.of_gated(gate_up_TE)
+        return self.down(silu_product(gate_up_TE))
 
 
 def silu_product(gate_up_TE: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ Shared experts are appended to the routed ones as experts that everybody chooses
 shared block of width s * I is the sum of s blocks of width I.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,6 +21,9 @@ from .experts import PackedExperts
 from .linear import Allocator, Linear
 from .mlp import silu_product
 from .products import packs
+
+if TYPE_CHECKING:
+    from ..kernels.fp8_rows import Fp8Rows
 
 
 class Gate:
@@ -91,12 +96,17 @@ class Moe:
         self._experts_X = torch.arange(experts, device=allocate.device)
         self._packed: PackedExperts | None = None
 
-    def __call__(self, x_TD: Tensor) -> Tensor:
+    @property
+    def takes_fp8(self) -> bool:
+        return self.fp8 is not None
+
+    def __call__(self, x_TD: Tensor, rows: "Fp8Rows | None" = None) -> Tensor:
+        """rows: x in fp8, where experts take it so and it was made already."""
         weights_TK, ids_TK = self._choose(x_TD)
         if self.fp8 is not None:
             from ..kernels.fp8_experts import fp8_experts  # noqa: PLC0415 - where triton is installed
 
-            return fp8_experts(x_TD, ids_TK, weights_TK, *self.fp8)
+            return fp8_experts(x_TD, ids_TK, weights_TK, *self.fp8, rows=rows)
         experts = self._packed or self._grouped
         return self._combine(experts(x_TD, ids_TK), weights_TK).to(x_TD.dtype)
 

@@ -1,10 +1,15 @@
 """RMSNorm and the index key's LayerNorm, with statistics in fp32."""
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .linear import Allocator
+
+if TYPE_CHECKING:
+    from ..kernels.fp8_rows import Fp8Rows
 
 # The norms of the query and key latents and of the index key use this whatever `rms_norm_eps` says
 # (transformers' DeepseekV3Attention); GLM and Moonlight, which set 1e-5, would show the difference.
@@ -34,6 +39,12 @@ class RmsNorm:
         if x_TD.is_cuda:
             return self._by_kernel(x_TD, delta_TD)
         return self(x_TD if delta_TD is None else x_TD.add_(delta_TD))
+
+    def in_fp8(self, x_TD: Tensor, delta_TD: Tensor | None) -> "tuple[Tensor, Fp8Rows]":
+        """`add` on a GPU, with the same rows in fp8 for the product behind it."""
+        from ..kernels.norm import norm_fp8_rows  # noqa: PLC0415 - only where triton is installed
+
+        return norm_fp8_rows(x_TD, self.weight_D, self._eps, delta_TD)
 
     def _by_kernel(self, x_TD: Tensor, delta_TD: Tensor | None) -> Tensor:
         from ..kernels.norm import norm_rows  # noqa: PLC0415 - only where triton is installed
