@@ -170,7 +170,10 @@ def measure(args: argparse.Namespace, save: Callable[[dict], None]) -> None:
             done = length
         pages = work.spread(requests, length)
         row = {"requests": requests, "context": length}
+        free = torch.cuda.mem_get_info()[0]
         row["ms"] = round(work.step_ms(work.replaying, pages, length), 3)
+        # The graph of this shape, its inputs, and what the pool of all graphs grew by.
+        row["graph_mib"] = round((free - torch.cuda.mem_get_info()[0]) / 2**20, 1)
         if requests in args.eager:
             row["eager_ms"] = round(work.step_ms(work.eager, pages, length), 3)
         row["floor_ms"] = round(floor_ms(args.layers, requests, length, args.row_bytes), 3)

@@ -117,11 +117,13 @@ class StepInputs:
     def _write_table(self, spans: Sequence[Span]) -> None:
         table, room, changed = self.host_table_BP.numpy(), self.table_BP.shape[1], False
         for row, written in enumerate(self.pages):
-            pages = list(spans[row].pages[:room]) if row < len(spans) else []
-            if pages != written:
+            pages = spans[row].pages if row < len(spans) else []
+            if len(pages) > room:
+                pages = pages[:room]
+            if len(pages) != len(written) or pages != written:
                 table[row, : len(pages)] = pages
                 table[row, len(pages) :] = 0
-                self.pages[row] = pages
+                self.pages[row] = list(pages)
                 changed = True
         if changed:
             self.table_BP.copy_(self.host_table_BP, non_blocking=True)

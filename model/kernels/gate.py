@@ -100,16 +100,15 @@ def _choose_experts(
     ids_ptr,
     weights_ptr,
     tokens,
-    num_parts,
     experts,
     per_group,
     num_shared,
     scale,
+    PARTS: tl.constexpr,
     K: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr,
     NORMALISE: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -119,11 +118,11 @@ def _choose_experts(
     within = tl.arange(0, BLOCK_E)[None, :]
     expert = group * per_group + within
     real = (group < NUM_GROUPS) & (within < per_group)
-    # All parts are on their way at once.
-    part = tl.arange(0, BLOCK_S)[:, None, None]
-    place = (part * tokens + token) * experts + expert[None, :, :]
-    parts = tl.load(parts_ptr + place, mask=(part < num_parts) & real[None, :, :], other=0.0)
-    logits = tl.sum(parts, 0)
+    logits = tl.zeros((BLOCK_G, BLOCK_E), tl.float32)
+    # Unrolled, so that all parts are on their way at once.
+    for part in tl.static_range(PARTS):
+        place = (part * tokens + token) * experts + expert
+        logits += tl.load(parts_ptr + place, mask=real, other=0.0)
     scores = tl.sigmoid(logits)
     ranking = scores + tl.load(bias_ptr + expert, mask=real, other=0.0)
     # What is no number must not decide where memory is read.
@@ -185,16 +184,15 @@ def choose_experts(parts_STE: Tensor, bias_E: Tensor, moe: MoeConfig) -> tuple[T
             ids_TK,
             weights_TK,
             tokens,
-            num_parts,
             experts,
             experts // groups,
             moe.num_shared,
             moe.scale,
+            num_parts,
             moe.num_chosen,
             groups,
             moe.num_chosen_groups if limited else groups,
             moe.normalise,
-            power_of_two(num_parts),
             power_of_two(groups),
             power_of_two(experts // groups),
             power_of_two(shape[1]),

@@ -201,6 +201,7 @@ def test_a_request_whose_logits_are_no_numbers_fails_alone():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_greedy_step_waits_for_nothing_but_its_tokens():
     """Every other wait for the device is an error here."""
     bed = Bed([13, 30])

@@ -105,10 +105,12 @@ def test_product_with_fp32_weights(dtype, tokens, monkeypatch):
         MoeConfig(16, 1, 4, 8, 4, 2, 2.5, True),
         MoeConfig(24, 2, 3, 8, 3, 2, 1.0, True),
         MoeConfig(12, 0, 5, 8, 1, 1, 1.5, False),
+        MoeConfig(256, 1, 8, 8, 8, 4, 2.5, True),
     ],
-    ids=["v3", "odd", "no groups"],
+    ids=["small", "odd", "no groups", "v3"],
 )
-def test_experts_are_chosen_like_the_gate_does(moe):
+@pytest.mark.parametrize("num_parts", [1, 2, 16, 28])
+def test_experts_are_chosen_like_the_gate_does(moe, num_parts):
     gate = Gate(moe, 32, Allocator(torch.float32, CPU))
     gate.weight_ED.copy_(normal(moe.num_experts, 32, seed=1) * 0.2)
     gate.bias_E.copy_(normal(moe.num_experts, seed=2) * 0.3)
@@ -117,7 +119,8 @@ def test_experts_are_chosen_like_the_gate_does(moe):
     x_TD = normal(40, 32).cpu()
     weights_TK, ids_TK = gate(x_TD)
     logits_TE = (x_TD @ gate.weight_ED.t()).to(DEVICE)
-    parts_STE = torch.stack((logits_TE * 0.5, logits_TE * 0.5))
+    shares_S = normal(num_parts, seed=4).softmax(dim=0)
+    parts_STE = shares_S[:, None, None] * logits_TE
     with poisoned():
         chosen_weights, chosen = choose_experts(parts_STE, gate.bias_E.to(DEVICE), moe)
     assert torch.equal(chosen[:, : moe.num_chosen].cpu(), ids_TK)
