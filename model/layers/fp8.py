@@ -46,8 +46,8 @@ class Fp8Linear:
 
         return self.multiply(quantise_rows(x_TD), x_TD.dtype)
 
-    def of_gated(self, gate_up_TE: Tensor) -> Tensor:
-        """The product of silu(gate) * up, of which only fp8 is written."""
+    def of_silu_product(self, gate_up_TE: Tensor) -> Tensor:
+        """The product for silu(gate) * up, which is rounded to fp8 without being written."""
         from ..kernels.fp8_rows import quantise_rows  # noqa: PLC0415 - only where triton is installed
 
         return self.multiply(quantise_rows(gate_up_TE, swiglu=True), gate_up_TE.dtype)

@@ -31,7 +31,7 @@ class Mlp:
         else:
             gate_up_TE = self.gate_up(x_TD)
         if isinstance(self.down, Fp8Linear):
-            return self.down.of_gated(gate_up_TE)
+            return self.down.of_silu_product(gate_up_TE)
         return self.down(silu_product(gate_up_TE))
 
 
