@@ -24,10 +24,9 @@ from ..kv_cache.storage import CacheStorage
 from .captured_step import Captured, Replayed, Run, Shape, StepInputs, Work, step_batch
 from .deepseek import DeepseekModel
 from .inputs import Span
+from .step_memory import LARGEST_REPLAYED
 
-# Beyond so many requests the GPU is busy enough for the host to keep ahead of it.
-LARGEST = 256
-SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, LARGEST + 1, 16))
+SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, LARGEST_REPLAYED + 1, 16))
 
 
 class DecodeGraphs:
@@ -75,7 +74,7 @@ class DecodeGraphs:
     def _run(
         self, token_ids: Sequence[int], spans: Sequence[Span], work: Work, hidden_TD: Tensor | None
     ) -> Replayed | None:
-        if len(spans) > LARGEST:
+        if len(spans) > LARGEST_REPLAYED:
             return None
         shape = self._shape(spans, work)
         captured = self._captured.get(shape)

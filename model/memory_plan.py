@@ -12,7 +12,7 @@ from ..configs.resolve import resolve_cache
 from ..configs.setting_error import SettingError
 from ..kv_cache.layout import RowLayout
 from .config import ModelConfig
-from .step_memory import activation_bytes, logits_bytes, workspace_bytes
+from .step_memory import activation_bytes, graph_bytes, logits_bytes, workspace_bytes
 from .weight_sizes import packed_copies, total, weight_sizes
 
 ITEM_BYTES = (("float32", 4), ("bfloat16", 2), ("float16", 2))
@@ -41,11 +41,12 @@ class MemoryPlan:
     activations: int
     workspace: int
     logits: int
+    graphs: int
 
     @property
     def step_bytes(self) -> int:
         """What a step takes of the memory that weights leave."""
-        return self.activations + self.workspace + self.logits
+        return self.activations + self.workspace + self.logits + self.graphs
 
     @property
     def weight_bytes(self) -> int:
@@ -83,7 +84,8 @@ class MemoryPlan:
             f"{self.latent_bytes_per_token} bytes of latent rows and "
             f"{self.index_bytes_per_token} bytes of index rows",
             f"  a step of {step} tokens: activations {shown_bytes(self.activations)}, attention's "
-            f"workspace {shown_bytes(self.workspace)}, logits {shown_bytes(self.logits)}",
+            f"workspace {shown_bytes(self.workspace)}, logits {shown_bytes(self.logits)}; graphs "
+            f"of decode steps {shown_bytes(self.graphs)}",
             f"  longest request {longest} tokens; {self.num_tokens // longest} of that length fit "
             f"at once, {config.scheduler.max_num_seqs} requests run at once",
         ]
@@ -123,19 +125,21 @@ def plan_memory(
     tokens = config.scheduler.max_num_batched_tokens or 1
     activations = activation_bytes(model, tokens, item, ranks)
     # Each draft of a request is verified in a row of its own.
-    rows = config.scheduler.max_num_seqs * (1 + (config.speculative.num_tokens or 0))
-    logits = logits_bytes(model, rows, item)
+    requests, width = config.scheduler.max_num_seqs, 1 + (config.speculative.num_tokens or 0)
+    logits = logits_bytes(model, requests * width, item)
+    replays = device == "cuda" and not config.enforce_eager
+    graphs = graph_bytes(model, requests, width, item) if replays else 0
     token_bytes = layout.bytes_per_token(item)
     smallest_cache = 2 * (config.cache.page_size or 1) * token_bytes
     workspace = workspace_bytes(model, device)
-    weight_bytes, step = sum(weights.values()), activations + workspace + logits
+    weight_bytes, step = sum(weights.values()), activations + workspace + logits + graphs
     left = free_bytes - weight_bytes
     if left < step + smallest_cache:
         weights_said = (
             weight_bytes,
             f"{shown_bytes(weight_bytes)} in {_format(config, keeps_fp8)}",
         )
-        step_said = (activations, workspace + logits)
+        step_said = (activations, workspace + logits + graphs)
         message = _shortfall(config, left, weights_said, step_said, smallest_cache)
         # Where weights and a cache fit, it is the step that was set too large.
         raise DoesNotFit(message) if left < 2 * smallest_cache else SettingError(message)
@@ -153,6 +157,7 @@ def plan_memory(
         activations=activations,
         workspace=workspace,
         logits=logits,
+        graphs=graphs,
     )
 
 

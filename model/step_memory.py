@@ -11,6 +11,13 @@ from .sequence import PROMPT_ROWS_AT_ONCE
 
 # Tiles of attention and of the selection together, at most; what kernels take on a GPU is more.
 TILE_BYTES = 16 << 20
+# Steps of more requests are not replayed: there the GPU is busy enough for the host to keep ahead.
+LARGEST_REPLAYED = 256
+# Launches of a layer, and what a graph keeps of each of them beside tensors.
+LAUNCHES_A_LAYER = 32
+LAUNCH_BYTES = 4 << 10
+# Shapes that come up while a batch fills: its sizes, times a few lengths of block tables.
+SHAPES = 40 * 3
 # A row is sampled in fp64: scaled, sorted, its order, probabilities, their sums, and fp32 logits.
 SAMPLER_BYTES = 64
 
@@ -33,6 +40,20 @@ def workspace_bytes(config: ModelConfig, device: str) -> int:
     if device != "cuda":
         return TILE_BYTES
     return TILE_BYTES + EXPANDED_BYTES + (SCORES_BYTES if config.indexer else 0)
+
+
+def graph_bytes(config: ModelConfig, requests: int, width: int, item_size: int) -> int:
+    """What the graphs of decode steps keep: `requests` of them at most, with `width` tokens each.
+
+    All share one pool, as large as the largest step with its logits; each has its own launches,
+    inputs and hidden states.
+    """
+    rows = min(requests, LARGEST_REPLAYED) * width
+    pool = activation_bytes(config, rows, item_size) + rows * config.vocab_size * item_size
+    own = (
+        LAUNCHES_A_LAYER * config.num_layers * LAUNCH_BYTES + rows * config.hidden_size * item_size
+    )
+    return pool + SHAPES * own
 
 
 def logits_bytes(config: ModelConfig, rows: int, item_size: int) -> int:

@@ -100,11 +100,12 @@ def _choose_experts(
     ids_ptr,
     weights_ptr,
     tokens,
+    num_parts,
     experts,
     per_group,
     num_shared,
     scale,
-    PARTS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     K: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr,
@@ -119,10 +120,12 @@ def _choose_experts(
     expert = group * per_group + within
     real = (group < NUM_GROUPS) & (within < per_group)
     logits = tl.zeros((BLOCK_G, BLOCK_E), tl.float32)
-    # Unrolled, so that all parts are on their way at once.
-    for part in tl.static_range(PARTS):
-        place = (part * tokens + token) * experts + expert
-        logits += tl.load(parts_ptr + place, mask=real, other=0.0)
+    for first in range(0, num_parts, AT_ONCE):
+        # Unrolled, so that several parts are on their way at once.
+        for i in tl.static_range(AT_ONCE):
+            place = ((first + i) * tokens + token) * experts + expert
+            read = real & (first + i < num_parts)
+            logits += tl.load(parts_ptr + place, mask=read, other=0.0)
     scores = tl.sigmoid(logits)
     ranking = scores + tl.load(bias_ptr + expert, mask=real, other=0.0)
     # What is no number must not decide where memory is read.
@@ -184,11 +187,12 @@ def choose_experts(parts_STE: Tensor, bias_E: Tensor, moe: MoeConfig) -> tuple[T
             ids_TK,
             weights_TK,
             tokens,
+            num_parts,
             experts,
             experts // groups,
             moe.num_shared,
             moe.scale,
-            num_parts,
+            min(4, power_of_two(num_parts)),
             moe.num_chosen,
             groups,
             moe.num_chosen_groups if limited else groups,

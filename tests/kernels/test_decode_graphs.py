@@ -20,12 +20,13 @@ from minidsa.configs.sampling import SamplingParams
 from minidsa.kv_cache.storage import CacheStorage
 from minidsa.model.captured_step import Run
 from minidsa.model.checkpoint import read_config
-from minidsa.model.decode_graphs import LARGEST, SIZES, DecodeGraphs
+from minidsa.model.decode_graphs import SIZES, DecodeGraphs
 from minidsa.model.inputs import Span, attention_batch, to_tensor
 from minidsa.model.loader import load_model
 from minidsa.model.make_checkpoint import write_checkpoint
 from minidsa.model.runner import ModelRunner
 from minidsa.model.sequence import NON_FINITE, SampleInput, SequenceInput
+from minidsa.model.step_memory import LARGEST_REPLAYED
 from stepper import new_storage
 
 # Capturing reads page 0, which is full of NaN here, and the interpreter's numpy says so.
@@ -216,8 +217,11 @@ def test_a_greedy_step_waits_for_nothing_but_its_tokens():
 
 def test_too_many_requests_run_eagerly():
     bed = Bed([5])
-    assert bed.graphs.forward([0] * (LARGEST + 1), [Span(1, 1, [1])] * (LARGEST + 1)) is None
-    assert SIZES[-1] == LARGEST and list(SIZES) == sorted(set(SIZES))
+    assert (
+        bed.graphs.forward([0] * (LARGEST_REPLAYED + 1), [Span(1, 1, [1])] * (LARGEST_REPLAYED + 1))
+        is None
+    )
+    assert SIZES[-1] == LARGEST_REPLAYED and list(SIZES) == sorted(set(SIZES))
 
 
 def test_a_backend_that_waits_for_the_host_is_refused():

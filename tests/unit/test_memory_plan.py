@@ -171,7 +171,7 @@ def test_conf_09_an_unknown_architecture_is_refused():
 
 def test_ops_12_a_plan_adds_up_and_leaves_room_for_a_step():
     planned = plan(MOONLIGHT, find_gpu("H200").free_bytes)
-    step = planned.activations + planned.workspace + planned.logits
+    step = planned.activations + planned.workspace + planned.logits + planned.graphs
     assert planned.total_bytes == planned.weight_bytes + planned.cache_bytes + step
     assert planned.total_bytes < planned.free_bytes
     # 64 requests of 8192 tokens fit in half of what is left.
@@ -180,6 +180,18 @@ def test_ops_12_a_plan_adds_up_and_leaves_room_for_a_step():
     text = "\n".join(planned.lines())
     for words in ("16B parameters", "longest request 8192 tokens", "64 of that length", "logits"):
         assert words in text
+
+
+def test_graphs_take_memory_where_steps_are_replayed():
+    free = find_gpu("H200").free_bytes
+    planned, eager = plan(MOONLIGHT, free), plan(MOONLIGHT, free, enforce_eager=True)
+    assert eager.graphs == 0
+    # The pool holds a step of 64 requests with its logits, and each graph its own tensors.
+    assert planned.graphs > 64 * 163840 * 2
+    assert planned.step_bytes - eager.step_bytes == planned.graphs
+    many = plan(MOONLIGHT, free, scheduler=SchedulerConfig(max_num_seqs=2048))
+    most = plan(MOONLIGHT, free, scheduler=SchedulerConfig(max_num_seqs=256))
+    assert many.graphs == most.graphs > planned.graphs
 
 
 def test_a_full_cache_leaves_a_step_its_memory():
