@@ -4,8 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: serve test test-unit test-deep sweep drafts soak planted clients docs page check format dev bench train \
-	train-drafts train-smoke clean
+.PHONY: serve test test-unit test-deep sweep drafts sanitize soak planted clients docs page check format \
+	dev bench train train-drafts train-smoke clean
 
 serve: $(VENV)/.installed
 	$(BIN)/minidsa serve $(ARGS)
@@ -30,6 +30,18 @@ sweep: dev
 # 500 prompts under every feature with every number of drafts of either kind.
 drafts: dev
 	PYTHONPATH=tests $(BIN)/python tests/system/drafts.py $(ARGS)
+
+# Small cases of the kernels under NVIDIA's compute-sanitizer, which comes with the CUDA toolkit; also
+# `make sanitize TOOL=racecheck` and initcheck. Each allocation stands alone, so that what is read or
+# written behind its end shows.
+TOOL ?= memcheck
+SANITIZED := cache_write fp8_products fp8_rows index_select indexer_logits mla_decode sparse_mla \
+	topk_kernel
+sanitize: dev
+	for name in $(SANITIZED); do PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+		compute-sanitizer --tool $(TOOL) --target-processes application-only --error-exitcode 1 \
+		$(BIN)/python -m pytest -q -x -m "not gpu and not deep" tests/kernels/test_$$name.py \
+		|| exit 1; done
 
 # A million random operations on pool, prefix cache and scheduler: `make soak ARGS="--seed 7"`.
 soak: dev

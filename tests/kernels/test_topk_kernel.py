@@ -140,6 +140,12 @@ def test_large_shapes(shape, k):
 
 
 @pytest.mark.gpu
+def test_lengths_from_1_to_160k():
+    lengths = [1, 63, 2047, 2048, 2049, 2176, 4096, 32_768, 32_769, 65_537, 159_999, 160_000]
+    check(torch.randn(len(lengths), 160_000, device=DEVICE), lengths, 2048)
+
+
+@pytest.mark.gpu
 def test_rows_behind_two_billion_elements():
     length = 32768
     rows = 2**31 // length + 3
