@@ -47,15 +47,12 @@ class CacheStorage:
     def write_latent(self, layer: int, slots_T: Tensor, latent_TC: Tensor, rope_TR: Tensor) -> None:
         """Store the latent and the rotated key of T tokens; not for rows in fp8."""
         self._require_plain()
-        width = latent_TC.shape[1]
-        rows_SC = self.latent_LSC[layer]
-        rows_SC[slots_T, :width] = latent_TC
-        rows_SC[slots_T, width:] = rope_TR
+        self.latent_LSC[layer].index_copy_(0, slots_T, torch.cat((latent_TC, rope_TR), dim=-1))
 
     def write_index(self, layer: int, slots_T: Tensor, keys_TD: Tensor) -> None:
         """Store the index keys of T tokens; the layer must own an indexer. Not for rows in fp8."""
         self._require_plain()
-        self._index_k(layer)[slots_T] = keys_TD
+        self._index_k(layer).index_copy_(0, slots_T, keys_TD)
 
     def latent_rows(self, layer: int, slots: Tensor | slice) -> Tensor:
         """The latent rows in `slots` as they are stored, [..., latent_width] or bytes.
