@@ -6,7 +6,8 @@ the last true row it then goes on alone, a token at a time, feeding on its own g
 are overwritten by the next step, so a rejected guess leaves nothing behind.
 
 Of a step with prompt chunks only the last row of each request needs the layer's result. There the
-cache rows are all that is written at first; in a step of decodes a second plan would cost more.
+cache rows are all that is written at first; in a step of decodes a second plan would cost more,
+unless nobody wants a draft.
 
 Where steps are replayed as graphs, guesses are as well, and no plan is made for them.
 """
@@ -61,7 +62,7 @@ class MtpDrafter:
         else:
             next_ids_T = to_tensor(following, self._model.device)
             chunks, context = plan.batch.num_extends > 0, (plan, self._backend, self._storage)
-            if chunks:
+            if chunks or not any(sequence.num_to_draft for sequence in sequences):
                 self._model.write_guess_rows(next_ids_T, hidden_TD, *context)
             else:
                 hidden_TD = self._model.guess(next_ids_T, hidden_TD, *context)
