@@ -5,22 +5,24 @@ scalar code, and that rounds exp and complex products differently. A stretch is 
 is a part of a wider one; but from 2^15 elements on threads share an operation, and cut it anywhere.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 from torch import Tensor
 
 SHARED_FROM = 1 << 15
 
 
-def rows_below(x: Tensor) -> Iterator[slice]:
-    """Slices over the first dimension of [T, ...] so small that no thread shares one.
+def by_rows(operation: Callable[..., object], x: Tensor, *beside: Tensor) -> None:
+    """Call an operation in place on x [T, ...], in slices so small that no thread shares one.
 
-    x is a part of wider rows: rows that lie end to end would be one stretch.
+    x is a part of wider rows: rows that lie end to end would be one stretch. beside: further
+    arguments of as many rows.
     """
     count = len(x)
     if x.numel() < SHARED_FROM or x.device.type != "cpu":
-        yield slice(0, count)
+        operation(x, *beside)
         return
     step = max(1, (SHARED_FROM - 1) * count // x.numel())
     for first in range(0, count, step):
-        yield slice(first, first + step)
+        rows = slice(first, first + step)
+        operation(x[rows], *(other[rows] for other in beside))

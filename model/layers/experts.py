@@ -48,7 +48,10 @@ class PackedExperts:
         middle_PE = torch.cat([multiply(rows[expert], self._gate_ups[expert]) for expert in busy])
         hidden = silu_product(middle_PE).split(counts)
         out_PD = torch.cat([multiply(hidden[expert], self._downs[expert]) for expert in busy])
-        return torch.empty_like(out_PD).index_copy_(0, order_P, out_PD)
+        # Twice as fast as `index_copy_` of the rows themselves.
+        places_P = torch.empty_like(order_P)
+        places_P[order_P] = torch.arange(len(order_P))
+        return out_PD.index_select(0, places_P)
 
 
 class Table:

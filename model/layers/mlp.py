@@ -1,11 +1,12 @@
 """The plain feed-forward block: down(silu(gate(x)) * up(x))."""
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from .elementwise import rows_below
+from .elementwise import by_rows
 from .fp8 import Fp8Linear
 from .linear import Allocator
 
@@ -38,6 +39,5 @@ class Mlp:
 def silu_product(gate_up_TE: Tensor) -> Tensor:
     """silu of the first half of the columns times the second half; overwrites the first."""
     gate_TE, up_TE = gate_up_TE.chunk(2, dim=-1)
-    for rows in rows_below(gate_TE):
-        F.silu(gate_TE[rows], inplace=True)
+    by_rows(partial(F.silu, inplace=True), gate_TE)
     return gate_TE * up_TE

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..config import MoeConfig
 from ..fp8 import BLOCK, Fp8Weights
-from .elementwise import rows_below
+from .elementwise import by_rows
 from .experts import PackedExperts
 from .linear import Allocator, Linear
 from .mlp import silu_product
@@ -38,8 +38,7 @@ class Gate:
     def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Weights (fp32) and ids of the chosen experts, each [T, K], best first."""
         moe, scores_TE = self.moe, self._logits(x_TD)
-        for rows in rows_below(scores_TE):
-            scores_TE[rows].sigmoid_()
+        by_rows(torch.sigmoid_, scores_TE)
         ranking_TE = scores_TE + self.bias_E
         if moe.num_chosen_groups < moe.num_groups:
             ranking_TE = self._best_groups_only(ranking_TE)
@@ -55,7 +54,7 @@ class Gate:
         return self._packed(x_TD)[:, :-1]
 
     def pack(self) -> None:
-        """Move the weight into a packed product, with a row of zeros behind it: `rows_below`."""
+        """Move the weight into a packed product, with a row of zeros behind it: `by_rows`."""
         self._packed = Linear(F.pad(self.weight_ED, (0, 0, 0, 1)))
         self._packed.pack()
 

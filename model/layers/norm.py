@@ -32,7 +32,7 @@ class RmsNorm:
         # Few small kernels: on a CPU the composite F.rms_norm takes twice as long.
         squares_T1 = torch.linalg.vecdot(x32_TD, x32_TD).unsqueeze(-1)
         inverse_T1 = torch.add(self.eps, squares_T1, alpha=self._share).rsqrt_()
-        return (x32_TD * inverse_T1).to(x_TD.dtype) * self.weight_D
+        return (x32_TD * inverse_T1).to(x_TD.dtype).mul_(self.weight_D)
 
     def add(self, x_TD: Tensor, delta_TD: Tensor | None) -> Tensor:
         """The norm of x_TD + delta_TD, which x_TD becomes; None adds nothing."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..rope_config import RopeConfig, YarnConfig
-from .elementwise import rows_below
+from .elementwise import by_rows
 
 
 def half_split_rows(width: int, rotated: int, start: int = 0) -> list[int]:
@@ -63,8 +63,7 @@ def rotate_(x: Tensor, angles: Tensor) -> None:
     """Rotate [..., R] in place by complex angles that broadcast against [..., R / 2]."""
     if x.dtype == torch.float32:
         pairs = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
-        for rows in rows_below(pairs):
-            pairs[rows].mul_(angles[rows])
+        by_rows(Tensor.mul_, pairs, angles)
         return
     pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
     x.copy_(torch.view_as_real(pairs * angles).flatten(-2))
