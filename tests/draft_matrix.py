@@ -220,7 +220,7 @@ class Matrix:
 
     def difference(self, drafter: DraftBy, num_drafts: int) -> str | None:
         """Serve the requests with drafts; None if every answer is the one without, else which."""
-        drafted = {"drafter": drafter, "num_drafts": num_drafts} | self.feature.drafted
+        drafted = {"drafter": drafter, "num_drafts": num_drafts} | dict(self.feature.drafted)
         answers = self._serve(dataclasses.replace(self.settings, **drafted), self.feature.rounds)
         for asked, plain in zip(self.asked, self.plain, strict=True):
             found = as_read(asked, answers.pieces[asked.submit.request_id])

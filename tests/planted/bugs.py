@@ -44,7 +44,7 @@ BUGS = (
         "drafts-published",
         "rows behind the end of a request count as valid, rejected drafts among them",
         "scheduler/scheduler.py",
-        "num_rejected = len(draft_ids) + 1 - len(result.token_ids) if samples else 0",
+        "num_rejected = num_drafts + 1 - len(result.token_ids) if num_drafts else 0",
         "num_rejected = 0",
     ),
     Bug(
