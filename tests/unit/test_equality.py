@@ -165,7 +165,7 @@ def test_logprobs_do_not_depend_on_chunks_pages_or_preemption():
 @pytest.mark.parametrize("reuse", [False, True])
 def test_sch_05_no_row_of_a_freed_page_is_read_before_it_is_written_anew(reuse):
     """The driver turns both kinds of rows of a freed page to NaN; a page serves many requests."""
-    asked = requests(8, seed=5)
+    asked = requests(6, seed=5)
     wanted = alone(asked)
     driver = ModelDriver(t_cpu(), Settings(pages=15, seats=3, budget=24, reuse=reuse))
     for _ in range(3):
