@@ -26,6 +26,7 @@ CLIENTS = {
     "lm_eval_client": ["lm-eval[api]", "transformers"],
     "inspect_client": ["inspect-ai", "openai"],
     "schemathesis_client": ["schemathesis"],
+    "guidellm_client": ["guidellm"],
 }
 
 
