@@ -25,15 +25,13 @@ import torch
 import triton
 
 from benchmarks.kernel_cases import BYTES_PER_US
+from benchmarks.random_weights import random_model
 from benchmarks.step_split import Split, split, trace
 from minidsa.attention.registry import choose
 from minidsa.configs.sampling import SamplingParams
 from minidsa.kv_cache.storage import CacheStorage
-from minidsa.model.captured_step import Run
-from minidsa.model.config import parse_config
-from minidsa.model.decode_graphs import CudaCapture, DecodeGraphs
+from minidsa.model.decode_graphs import DecodeGraphs
 from minidsa.model.deepseek import DeepseekModel
-from minidsa.model.names import name_table
 from minidsa.model.runner import ModelRunner
 from minidsa.model.sequence import SampleInput, SequenceInput
 
@@ -55,44 +53,6 @@ V32 = {
 }
 GREEDY = SamplingParams(max_tokens=9, seed=0, temperature=0.0)
 DECODES = [(1, 2048), (1, 30720), (16, 8192), (64, 4096), (64, 16384), (64, 32768)]
-
-
-def random_model(layers: int) -> DeepseekModel:
-    """Products keep activations near 1; norms are 1 and biases 0."""
-    config = parse_config(V32 | {"num_hidden_layers": layers})
-    model = DeepseekModel(config, torch.bfloat16, DEVICE, keeps_fp8=True)
-    for name, entry in name_table(model).items():
-        target = entry.target
-        if entry.scales is not None:
-            # Bytes below 0x7F are the positive numbers; the top bit is the sign.
-            raw = target.view(torch.uint8)
-            raw.random_(0, 0x7F)
-            raw |= torch.randint_like(raw, 0, 2) << 7
-            # Every byte as likely as any other has a mean square of about 100^2.
-            entry.scales.fill_(target.shape[-1] ** -0.5 / 100)
-        elif target.dim() == 1:
-            target.fill_(0.0 if name.endswith("bias") else 1.0)
-        else:
-            target.normal_(0.0, 1.0 if "embed" in name else target.shape[-1] ** -0.5)
-    return model
-
-
-class TimedCapture:
-    """Captures graphs whose replays are timed on the device."""
-
-    def __init__(self) -> None:
-        self._capture = CudaCapture()
-        self.start, self.stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def __call__(self, run: Run) -> Run:
-        replay = self._capture(run)
-
-        def timed() -> None:
-            self.start.record()
-            replay()
-            self.stop.record()
-
-        return timed
 
 
 class Slice:
@@ -180,7 +140,7 @@ def floor_ms(layers: int, requests: int, length: int, row_bytes: int) -> float:
 
 
 def measure(args: argparse.Namespace, save: Callable[[dict], None]) -> None:
-    model = random_model(args.layers)
+    model = random_model(V32 | {"num_hidden_layers": args.layers}, DEVICE)
     tokens = max(b * (n + PAGE) for b, n in DECODES)
     work = Slice(model, tokens, args.rows)
     work.prompt(CHUNK)

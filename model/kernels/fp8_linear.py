@@ -134,7 +134,7 @@ def product_tiling(tokens: int) -> ProductTiling:
     """For so many rows of x: the best of those that `benchmarks/product_cases.py` tries."""
     if tokens <= 16:
         return ProductTiling(16, 64, 4, 6, 2)
-    return ProductTiling(32 if tokens <= 32 else 64, 64, 4, 4, 2)
+    return ProductTiling(32 if tokens <= 32 else 64, 64, 4, 6, 2)
 
 
 def fp8_linear(
