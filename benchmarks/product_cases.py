@@ -136,11 +136,11 @@ def grouped(peers: Peers, quick: bool) -> Iterator[Case]:
         if each > 32:
             groups = group_pairs(ids_T1, EXPERTS, 128)
 
-            def run(x=x, groups=groups, out=out_PE) -> Tensor:
+            def by_hand(x: Fp8Rows = x, groups: Groups = groups, out: Tensor = out_PE) -> Tensor:
                 hopper_experts(x, weights, groups, 1, out)
                 return out
 
-            entries.append(_entry("minidsa by hand", run, check))
+            entries.append(_entry("minidsa by hand", by_hand, check))
         entries += _grouped_peer(peers, x, weights, each, check)
         floor = floor_us(
             EXPERTS * rows * columns + len(x_TD) * (columns + 2 * rows),

@@ -30,7 +30,8 @@ from benchmarks.step_split import Split, split, trace
 from minidsa.attention.registry import choose
 from minidsa.configs.sampling import SamplingParams
 from minidsa.kv_cache.storage import CacheStorage
-from minidsa.model.decode_graphs import DecodeGraphs
+from minidsa.model.captured_step import Run
+from minidsa.model.decode_graphs import CudaCapture, DecodeGraphs
 from minidsa.model.deepseek import DeepseekModel
 from minidsa.model.runner import ModelRunner
 from minidsa.model.sequence import SampleInput, SequenceInput
@@ -53,6 +54,24 @@ V32 = {
 }
 GREEDY = SamplingParams(max_tokens=9, seed=0, temperature=0.0)
 DECODES = [(1, 2048), (1, 30720), (16, 8192), (64, 4096), (64, 16384), (64, 32768)]
+
+
+class TimedCapture:
+    """Captures graphs whose replays are timed on the device."""
+
+    def __init__(self) -> None:
+        self._capture = CudaCapture()
+        self.start, self.stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def __call__(self, run: Run) -> Run:
+        replay = self._capture(run)
+
+        def timed() -> None:
+            self.start.record()
+            replay()
+            self.stop.record()
+
+        return timed
 
 
 class Slice:

@@ -18,6 +18,12 @@ over 2048 slots takes 0.8 of the time of FlashMLA over fp8 rows (64 and 128 requ
 of FlashMLA's, dense decode 1.06.
 """
 
+# To a type checker a kernel's constants, layouts and ranges are objects of other types than the
+# compiler makes of them.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportIndexIssue=false, reportPossiblyUnboundVariable=false
+
 from typing import Any, cast
 
 import torch
@@ -43,7 +49,7 @@ REGISTERS = gl.constexpr((208, 88))
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 # Triton 3.7 renamed it.
-_barrier: Any = getattr(gl, "barrier", None) or gl.thread_barrier  # pyright: ignore
+_barrier: Any = getattr(gl, "barrier", None) or gl.thread_barrier
 # To a type checker a kernel is anything, as in `launch`.
 _jit = cast(Any, gluon.jit)
 
@@ -103,7 +109,7 @@ def _slots(source_ptr, begin, last, PAGE: gl.constexpr, layout: gl.constexpr):
 @_jit
 def _fetch_queries(q_ptr, q_rope_ptr, rows_left, stride_q, stride_q_rope, tiles, barriers):
     q, q_rope, _, _ = tiles
-    of_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # pyright: ignore
+    of_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     m = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, of_rows)).to(gl.int64), 1)
     column = gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(0, of_rows)), 0)
     rope_column = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, of_rows)), 0)
@@ -124,7 +130,7 @@ def _fetch(
     """Copy the four halves of each pair of tiles, each as soon as it was given back."""
     _, _, latent, rope = tiles
     full, empty, _, _ = barriers
-    of_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # pyright: ignore
+    of_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row: gl.constexpr = gl.SliceLayout(1, of_rows)
     column = gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(0, of_rows)), 0)
     rope_column = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, of_rows)), 0)
@@ -204,13 +210,13 @@ def _multiply(
     """A multiplying warp group: scores of tile TILE of each pair, half TILE of the sums."""
     q, q_rope, latent, rope = tiles
     full, empty, ready, q_full = barriers
-    of_scores: gl.constexpr = gl.NVMMADistributedLayout(  # pyright: ignore
+    of_scores: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
     )
-    of_sums: gl.constexpr = gl.NVMMADistributedLayout(  # pyright: ignore
+    of_sums: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16]
     )
-    of_weights: gl.constexpr = gl.DotOperandLayout(0, of_sums, 2)  # pyright: ignore
+    of_weights: gl.constexpr = gl.DotOperandLayout(0, of_sums, 2)
     row: gl.constexpr = gl.SliceLayout(1, of_scores)
     key: gl.constexpr = gl.SliceLayout(0, of_scores)
     zeros = gl.zeros((64, 64), gl.float32, of_scores)
@@ -300,7 +306,7 @@ def _multiply(
         # This half of tile 0 has no other readers any more.
         room = latent.index(TILE)._reinterpret(out_type, [64, 256], latent.layout)
         room.store(acc.to(out_type))
-        of_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # pyright: ignore
+        of_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         _barrier()
         _store(out_ptr, room.load(of_rows), place, rows_left, write, TILE)
 
@@ -348,10 +354,10 @@ def _attend(
     place = part.to(gl.int64) * rows + block * 64
     pairs = (gl.maximum(last - first, 0) + 127) // 128
 
-    swizzled: gl.constexpr = gl.NVMMASharedLayout(  # pyright: ignore
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(
         swizzle_byte_width=128, element_bitwidth=16, rank=2
     )
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])  # pyright: ignore
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     dtype: gl.constexpr = latent_ptr.dtype.element_ty
     q = gl.allocate_shared_memory(dtype, [2, 64, 256], swizzled)
     q_rope = gl.allocate_shared_memory(dtype, [1, 64, 64], swizzled)

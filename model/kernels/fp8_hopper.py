@@ -13,6 +13,12 @@ all of a group of 128 columns and leaves the program in fp8.
 The twins are those of `fp8_linear` and `fp8_experts`; sums have the same order as there.
 """
 
+# To a type checker a kernel's constants, layouts and ranges are objects of other types than the
+# compiler makes of them.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportIndexIssue=false, reportPossiblyUnboundVariable=false
+
 from typing import Any, cast
 
 import torch

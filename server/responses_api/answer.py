@@ -185,9 +185,9 @@ class ResponseRenderer:
                 return self._closed(block, named)
 
     def _closed(self, block: Block, named: dict[str, Any]) -> list[bytes]:
-        done = {"arguments": block.text, "name": block.name} if block.kind == "call" else {}
-        if block.kind != "call":
-            done = {"text": block.text}
+        done: dict[str, Any] = {"text": block.text}
+        if block.kind == "call":
+            done = {"arguments": block.text, "name": block.name}
         if block.kind == "text":
             done["logprobs"] = self._scores.get(block.index, [])
         item = self._item(block, self._end_of(block), block.text)

@@ -168,7 +168,7 @@ def test_s11_s12_a_part_without_requests_has_no_plan():
     decodes = backend.plan(bed.batch(ends(40, 40), 0))
     assert decodes.extends is None and decodes.decodes is not None
     mixed = backend.plan(bed.batch([Chunk("r0", 0, 40), Chunk("r1", 39, 40)], 1))
-    assert mixed.decodes is not None and mixed.decodes.visible_T.tolist() == [40]
+    assert isinstance(mixed.decodes, Selection) and mixed.decodes.visible_T.tolist() == [40]
 
 
 def test_s13_dense_plan_does_no_work_until_a_part_is_dense():
@@ -289,7 +289,7 @@ def test_s19_a_draft_advances_by_refreshing_its_plan():
     for step in range(1, 4):
         chunks = ends(56 + step, 26 + step)
         plan = backend.plan(bed.batch(chunks, 0, table_width=15), out=plan)
-        assert plan.decodes is not None
+        assert isinstance(plan.decodes, Selection)
         assert plan.decodes.visible_T.tolist() == [56 + step, 26 + step]
         assert_close(bed.attend(backend, plan, chunks), bed.expected(chunks, TOPK))
     with pytest.raises(TypeError, match="a DsaPlan is expected, got NoneType"):
