@@ -12,7 +12,7 @@ from benchmarks.kernel_cases import Case, Entry, Section, closeness, floor_us
 from benchmarks.peers import Peers
 from minidsa.attention.kernels.fp8_rows import FP8
 from minidsa.model.fp8 import Fp8Weights, dequantise
-from minidsa.model.kernels.expert_groups import group_pairs
+from minidsa.model.kernels.expert_groups import Groups, group_pairs
 from minidsa.model.kernels.fp8_experts import (
     fp8_experts,
     grouped_product,

@@ -112,7 +112,7 @@ def _fetch(values, table_ptr, index, full, keys, STAGES: gl.constexpr, count):
 @_jit
 def _multiply(keys, q, mma: gl.constexpr):
     """Start the products of a page with half of the columns."""
-    zeros = gl.zeros((64, 128), gl.float32, mma)
+    zeros = gl.zeros((64, 128), gl.float32, mma)  # pyright: ignore[reportCallIssue]
     return warpgroup_mma(keys, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
