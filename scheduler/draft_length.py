@@ -24,6 +24,11 @@ RECENT = 0.05
 """Weight of the newest draft in the running mean of many."""
 WORTH = 1.02
 """A draft more has to make a step better by so much: less than that is noise."""
+MANY = 8
+"""Requests from which on a draft more has to be better by WORTH_OF_MANY. There prompts often join
+the steps, which pay for drafts too: 32 requests on a CPU lost up to a third of their rate to drafts
+that the times of pure steps called even."""
+WORTH_OF_MANY = 1.1
 UNKNOWN = 0.8
 """Chance of a first draft before any was verified."""
 
@@ -51,14 +56,16 @@ class DraftLength:
         times = self._times(num_requests)
         if not times:
             return min(self.most, max(0, LONGEST_START + 1 - num_requests.bit_length()))
-        best = max(times, key=lambda k: self._worth(k, times[k]))
+        margin = WORTH if num_requests < MANY else WORTH_OF_MANY
+        worth = {k: self._worth(k, seconds, margin) for k, seconds in times.items()}
+        best = max(worth, key=worth.__getitem__)
         below, above = best - 1, best + 1
         if below >= 0 and below not in times:
             return below
         if above <= self.most and above not in times:
             # Without drafts nothing is known of what one costs; else one more costs as the last.
             longer = 2 * times[best] - times[below] if best else times[best]
-            if self._worth(above, longer) > self._worth(best, times[best]):
+            if self._worth(above, longer, margin) > worth[best]:
                 return above
         beside = [k for k in (above, below) if k in times]
         if beside and self._num_choices % EXPLORE_EVERY == 0:
@@ -101,8 +108,8 @@ class DraftLength:
         known = {k: key for k, key in keys.items() if self._num_measured[key] >= MEASUREMENTS}
         return {k: median_low(self._seconds[key]) for k, key in known.items()}
 
-    def _worth(self, num_drafts: int, seconds: float) -> float:
-        return self.expected(num_drafts) / seconds / WORTH**num_drafts
+    def _worth(self, num_drafts: int, seconds: float, margin: float) -> float:
+        return self.expected(num_drafts) / seconds / margin**num_drafts
 
 
 class _Mean:
