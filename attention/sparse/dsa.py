@@ -5,6 +5,7 @@ The choice is made for the extend part and the decode part of a step apart, from
 length of the whole request counts, not that of the chunk in hand.
 """
 
+from copy import copy
 from dataclasses import dataclass
 from typing import Literal
 
@@ -81,16 +82,12 @@ class DsaBackend:
         self._scores_X = self._score_room()
 
     def under(self, rule: AttentionRule) -> "DsaBackend":
-        """This attention by a request's own rule: over the same rows, with its K and its mode."""
-        return DsaBackend(
-            self.dense,
-            self.storage,
-            rule.index_topk or self.size.topk,
-            workspace_bytes=self.size.workspace_bytes,
-            mode=rule.mode,
-            on_select=self.on_select,
-            check_selections=self.check_selections,
-        )
+        """This attention by a request's own rule: over the same rows and in the same workspace, with its
+        K and its mode."""
+        other = copy(self)
+        other.size = SelectionSize(rule.index_topk or self.size.topk, self.size.workspace_bytes)
+        other.mode = rule.mode
+        return other
 
     @property
     def replayable(self) -> bool:

@@ -139,8 +139,9 @@ def test_s09_one_way_to_attend_and_no_unknown_mode():
     with pytest.raises(ValueError, match="mode 'chunked' does not exist; there are: auto, sparse"):
         dsa(bed, mode="chunked")
     public = {name for name, _ in inspect.getmembers(DsaBackend, inspect.isfunction)}
-    # `selects` is a question about a length, asked before a plan is made.
-    ways = {"plan", "selects", "prefill", "decode"}
+    # `selects` is a question about a length, asked before a plan is made; `under` gives another
+    # backend, for a request that brings a rule of its own.
+    ways = {"plan", "selects", "prefill", "decode", "under"}
     assert {name for name in public if not name.startswith("_")} == ways
 
 
