@@ -82,8 +82,8 @@ class DsaBackend:
         self._scores_X = self._score_room()
 
     def under(self, rule: AttentionRule) -> "DsaBackend":
-        """This attention by a request's own rule: over the same rows and in the same workspace, with its
-        K and its mode."""
+        """This attention by a request's own rule: over the same rows and in the same workspace,
+        with its K and its mode."""
         other = copy(self)
         other.size = SelectionSize(rule.index_topk or self.size.topk, self.size.workspace_bytes)
         other.mode = rule.mode
