@@ -64,7 +64,9 @@ class DraftLength:
             return below
         if above <= self.most and above not in times:
             # Without drafts nothing is known of what one costs; else one more costs as the last.
-            longer = 2 * times[best] - times[below] if best else times[best]
+            longer = times[best]
+            if best:
+                longer = max(longer, 2 * longer - times[below])
             if self._worth(above, longer, margin) > worth[best]:
                 return above
         beside = [k for k in (above, below) if k in times]

@@ -26,7 +26,7 @@ import msgspec
 from ..configs.engine import EngineConfig
 from ..configs.engine_info import EngineInfo
 from ..configs.logprobs import TokenLogprobs
-from ..configs.sampling import SamplingParams
+from ..configs.sampling import AttentionRule, SamplingParams
 from ..model.loading import check_start
 from .launch import Runner, launch
 from .messages import FinishReason, RequestOutput, Submit
@@ -123,6 +123,8 @@ class OfflineEngine:
             params = [params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {len(params)} sampling parameters")
+        for each in params:
+            self._check_rule(each.attention)
         answers = {
             f"offline-{next(self._names)}": Generated(self._ids(prompt)) for prompt in prompts
         }
@@ -137,6 +139,15 @@ class OfflineEngine:
             for name in answers:
                 self._scheduler.abort(name)
         return self._finished(list(answers.values()))
+
+    def _check_rule(self, rule: AttentionRule | None) -> None:
+        if rule is None:
+            return
+        topk = self.info.index_topk
+        if topk is None:
+            raise ValueError("the model has no indexer: its attention follows no rule of a request")
+        if rule.index_topk is not None and not 1 <= rule.index_topk <= topk:
+            raise ValueError(f"index_topk is {rule.index_topk}; it must be from 1 to {topk}")
 
     def _ids(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):

@@ -218,7 +218,10 @@ def verify_checkpoint(
     )
     process.start()
     process.join()
-    return process.exitcode or 0
+    code = process.exitcode or 0
+    if code < 0:
+        sys.stderr.write(f"minidsa: verify was ended by signal {-code}\n")
+    return 1 if code < 0 else code
 
 
 def plan_start(config: EngineConfig, gpu: str | None, ranks: int) -> list[str]:
@@ -264,6 +267,7 @@ def _verify(
     first_id: int,
     tolerance: float | None,
 ) -> None:
+    from .offline import GenerationFailed  # noqa: PLC0415 - the same
     from .verify import Texts, verify  # noqa: PLC0415 - the same
 
     def say(line: str) -> None:
@@ -274,7 +278,7 @@ def _verify(
         agrees = verify(config, Texts(num_sequences, num_tokens, first_id), tolerance, say)
     except ImportError as error:
         sys.exit(f"minidsa: verify needs transformers: pip install minidsa[verify] ({error})")
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, GenerationFailed) as error:
         sys.stderr.write(f"minidsa: {' '.join(str(error).split())}\n")
         sys.exit(2 if isinstance(error, SettingError) else 1)
     say("agrees" if agrees else "does not agree")

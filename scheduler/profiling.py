@@ -32,17 +32,21 @@ class Profiler:
             return Answer(False, error="a profile is being taken already")
         from torch import profiler  # noqa: PLC0415 - torch belongs to the engine process alone
 
-        self._recording = profiler.profile(activities=profiler.supported_activities())
-        self._recording.start()
+        recording = profiler.profile(activities=profiler.supported_activities())
+        try:
+            recording.start()
+        except RuntimeError as error:
+            return Answer(False, error=f"no profile could be begun: {error}")
+        self._recording = recording
         return Answer(True)
 
     def _stop(self, directory: Path) -> Answer:
         if self._recording is None:
             return Answer(False, error="no profile is being taken")
         recording, self._recording = self._recording, None
-        recording.stop()
         name = f"engine-{time.strftime('%Y%m%d-%H%M%S')}.json.gz"
         try:
+            recording.stop()
             recording.export_chrome_trace(str(directory / name))
         except (OSError, RuntimeError) as error:
             return Answer(False, error=f"the trace could not be written: {error}")

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..configs.engine import EngineConfig
 from ..configs.logprobs import TokenLogprobs
 from ..configs.sampling import SamplingParams
+from ..configs.setting_error import SettingError
 from ..model.loading import DTYPES
 from .offline import OfflineEngine
 
@@ -95,6 +96,9 @@ def _ours(
 ) -> tuple[list[list[int]], list[list[TokenLogprobs]], OfflineEngine]:
     """Sequences the model writes at temperature 1, and its scores of all their tokens."""
     engine = OfflineEngine.load(config.model, config=config)
+    longest = min(engine.info.max_model_len, engine.info.num_cache_tokens)
+    if texts.num_tokens > longest:
+        raise SettingError(f"--tokens is {texts.num_tokens}; a request has at most {longest}")
     params = [
         SamplingParams(max_tokens=texts.num_tokens - 1, seed=seed)
         for seed in range(texts.num_sequences)

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -91,9 +92,12 @@ def run_generate(parsed: argparse.Namespace, config: ServerConfig) -> int:
             runner.run(generate(config, fields, _write))
     except ApiError as error:
         raise (UsageError if error.status < 500 else StartFailed)(error.message) from None
+        _write("\n")
     except KeyboardInterrupt:
         return INTERRUPTED
-    _write("\n")
+    except BrokenPipeError:
+        # Whoever reads has enough; what is still buffered must not fail once more at the exit.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - lives until the process ends
     return 0
 
 

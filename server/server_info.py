@@ -11,7 +11,8 @@ from .service import Service
 def describe(service: Service) -> dict[str, Any]:
     """The body of GET /server_info."""
     settings = dataclasses.asdict(service.config)
-    for name in ("api_key", "api_key_file"):
+    # A collector's URL may hold a password.
+    for name in ("api_key", "api_key_file", "otlp_traces_endpoint"):
         settings[name] = None if settings[name] is None else "set"
     settings["engine"].pop("model")
     for section, name in (

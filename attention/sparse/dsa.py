@@ -85,7 +85,10 @@ class DsaBackend:
         """This attention by a request's own rule: over the same rows and in the same workspace,
         with its K and its mode."""
         other = copy(self)
-        other.size = SelectionSize(rule.index_topk or self.size.topk, self.size.workspace_bytes)
+        other.size = SelectionSize(
+            self.size.topk if rule.index_topk is None else rule.index_topk,
+            self.size.workspace_bytes,
+        )
         other.mode = rule.mode
         return other
 

@@ -7,7 +7,7 @@ from msgspec import structs
 
 from checkpoints import t_cpu
 from minidsa.configs.engine import CacheConfig, EngineConfig, SchedulerConfig
-from minidsa.configs.sampling import SamplingParams
+from minidsa.configs.sampling import AttentionRule, SamplingParams
 from minidsa.scheduler.admission import Refused
 from minidsa.scheduler.offline import GenerationFailed, OfflineEngine
 from minidsa.scheduler.worker import new_scheduler
@@ -94,6 +94,14 @@ def test_nothing_is_left_behind_by_what_cannot_be_served():
         engine.generate([[1, 2]] * 3, GREEDY, ignore_eos=True)
     (answer,) = engine.generate([[1, 2]], GREEDY, ignore_eos=True)
     assert answer.token_ids == expected([1, 2], 6)
+
+
+@pytest.mark.parametrize("topk", [0, 17])
+def test_a_rule_of_attention_that_no_layer_can_follow_is_refused(topk):
+    engine = OfflineEngine.load(t_cpu(), config=EngineConfig(device="cpu", num_threads=1))
+    params = SamplingParams(max_tokens=2, seed=0, attention=AttentionRule("sparse", topk))
+    with pytest.raises(ValueError, match=rf"index_topk is {topk}; it must be from 1 to 16"):
+        engine.generate([[1, 2]], params)
 
 
 def test_a_checkpoint_is_loaded_and_its_batch_agrees_with_single_prompts():

@@ -226,3 +226,12 @@ def test_a_neighbour_is_tried_now_and_then():
 def test_a_fixed_length_stays():
     lengths = DraftLength(5, adaptive=False)
     assert {lengths.choose(n) for n in range(40)} == {5}
+
+
+def test_a_shorter_draft_that_took_twice_as_long_says_nothing_of_a_longer_one():
+    """As after a step without drafts that was disturbed: no time is 0 or less."""
+    lengths = DraftLength(3, adaptive=True)
+    for k, seconds in ((0, 4.0), (1, 2.0)):
+        for _ in range(MEASUREMENTS):
+            lengths.observe_time(1, k, seconds)
+    assert lengths.choose(1) == 2
