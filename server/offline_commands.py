@@ -90,9 +90,9 @@ def run_generate(parsed: argparse.Namespace, config: ServerConfig) -> int:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(generate(config, fields, _write))
+        _write("\n")
     except ApiError as error:
         raise (UsageError if error.status < 500 else StartFailed)(error.message) from None
-        _write("\n")
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
