@@ -44,7 +44,7 @@ class Profiler:
         if self._recording is None:
             return Answer(False, error="no profile is being taken")
         recording, self._recording = self._recording, None
-        name = f"engine-{time.strftime('%Y%m%d-%H%M%S')}.json.gz"
+        name = f"engine-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}.json.gz"
         try:
             recording.stop()
             recording.export_chrome_trace(str(directory / name))

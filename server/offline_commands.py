@@ -103,7 +103,13 @@ def run_generate(parsed: argparse.Namespace, config: ServerConfig) -> int:
 
 def _prompt(parsed: argparse.Namespace) -> str:
     if parsed.file is None:
-        return sys.stdin.read() if parsed.prompt is None else parsed.prompt
+        try:
+            prompt = sys.stdin.read() if parsed.prompt is None else parsed.prompt
+            # Bytes that are no text may have been let through as lone surrogates.
+            prompt.encode()
+        except UnicodeError as error:
+            raise UsageError(f"the prompt is not UTF-8 text: {error}") from None
+        return prompt
     if parsed.prompt is not None:
         raise UsageError("give the prompt or --file, and not both")
     try:

@@ -33,3 +33,9 @@ def test_generate_writes_the_text_that_the_offline_engine_gives(capsys):
 def test_the_prompt_of_a_chat_comes_from_stdin(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(QUESTION))
     assert generated(["--chat", "--stop", "."], capsys) == "The capital of Norway is Oslo\n"
+
+
+def test_bytes_that_are_no_text_are_refused_in_one_line(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", "a\udcff"])
+    assert "the prompt is not UTF-8 text" in capsys.readouterr().err
