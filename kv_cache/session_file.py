@@ -138,7 +138,7 @@ class SessionFiles:
 def _digest(tensors: dict[str, torch.Tensor]) -> str:
     digest = sha256()
     for name in sorted(tensors):
-        digest.update(tensors[name].flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(tensors[name].flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -5,7 +5,7 @@ waiting, to tensors that keep their place. Of a result the host reads token ids 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -141,7 +141,7 @@ class Captured:
     replay: Run
     hidden_TD: Tensor
     chosen_T: Tensor | None
-    done: torch.cuda.Event | None = field(default=None)
+    done: torch.cuda.Event | None = None
 
     def refresh(self, backend: AttentionBackend, shape: Shape, spans: Sequence[Span]) -> None:
         """Bring the plan up to date with the inputs."""

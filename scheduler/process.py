@@ -192,12 +192,7 @@ def make_checkpoint(directory: str, seed: int) -> None:
 
     Raises RuntimeError if the child fails; its message is on stderr.
     """
-    process = multiprocessing.get_context("spawn").Process(
-        target=_make_checkpoint, args=(directory, seed)
-    )
-    process.start()
-    process.join()
-    if process.exitcode:
+    if _run_in_child(_make_checkpoint, directory, seed):
         raise RuntimeError(f"no checkpoint was written to {directory}")
 
 
@@ -213,12 +208,7 @@ def verify_checkpoint(
     What was measured is on stdout, and on stderr, in one line, why nothing could be: 0 where both
     agree, 1 where not or where the checkpoint cannot be loaded, 2 for a wrong setting.
     """
-    process = multiprocessing.get_context("spawn").Process(
-        target=_verify, args=(config, num_sequences, num_tokens, first_id, tolerance)
-    )
-    process.start()
-    process.join()
-    code = process.exitcode or 0
+    code = _run_in_child(_verify, config, num_sequences, num_tokens, first_id, tolerance)
     if code < 0:
         sys.stderr.write(f"minidsa: verify was ended by signal {-code}\n")
     return 1 if code < 0 else code
@@ -227,6 +217,14 @@ def verify_checkpoint(
 def plan_start(config: EngineConfig, gpu: str | None, ranks: int) -> list[str]:
     """The memory that a start would take, from config.json alone; see `model.planning`."""
     return plan_lines(config, gpu, ranks)
+
+
+def _run_in_child(target: Callable[..., None], *args: object) -> int:
+    """Run a function in a process of its own; its exit code, below 0 where a signal ended it."""
+    process = multiprocessing.get_context("spawn").Process(target=target, args=args)
+    process.start()
+    process.join()
+    return process.exitcode or 0
 
 
 def _start_without_signals(process: SpawnProcess) -> None:

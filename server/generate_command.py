@@ -48,7 +48,7 @@ async def generate(config: ServerConfig, fields: dict[str, Any], write: Write) -
     engine = EngineProcess.start(config.engine)
     try:
         service = await _load(config, engine)
-        plan = await (_chat_plan if is_chat else _completion_plan)(service, body)
+        plan = await _plan(service, body, is_chat=is_chat)
         generation = service.launch(plan)
         try:
             await _write_all(generation, write)
@@ -79,16 +79,13 @@ async def _load(config: ServerConfig, engine: EngineProcess) -> Service:
     return service
 
 
-async def _completion_plan(service: Service, body: Body[CompletionRequest]) -> Plan:
-    prepared = await prepare_completion(service, body)
-    objects = CompletionRenderer(service, prepared.request, prepared.prompts, ANSWER_ID)
-    handling = handling_of(service, prepared.request)
-    return Plan(ANSWER_ID, prepared.choices, OpenAIStream(objects, None), handling=handling)
-
-
-async def _chat_plan(service: Service, body: Body[ChatRequest]) -> Plan:
-    prepared = await prepare_chat(service, body)
-    objects = ChatRenderer(service, prepared.request, prepared.prompt, ANSWER_ID)
+async def _plan(service: Service, body: Body[Any], *, is_chat: bool) -> Plan:
+    if is_chat:
+        prepared = await prepare_chat(service, body)
+        objects = ChatRenderer(service, prepared.request, prepared.prompt, ANSWER_ID)
+    else:
+        prepared = await prepare_completion(service, body)
+        objects = CompletionRenderer(service, prepared.request, prepared.prompts, ANSWER_ID)
     handling = handling_of(service, prepared.request)
     return Plan(ANSWER_ID, prepared.choices, OpenAIStream(objects, None), handling=handling)
 

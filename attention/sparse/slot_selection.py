@@ -20,7 +20,6 @@ from ..kernels.cache_write import quantise_index_queries
 from ..kernels.fp8_rows import IndexPages
 from ..kernels.index_select import SelectionPlan, plan_selection, select_keys
 from ..kernels.launch import power_of_two
-from ..kernels.sparse_mla import sparse_mla
 from ..kernels.topk_triton import K_MAX
 from ..metadata import Part
 from ..workspace import EXPANDED_BYTES
@@ -69,7 +68,7 @@ class SlotSelection:
         workspace_X: Tensor,
         *,
         is_extend: bool,
-        kernel: SlotAttention = sparse_mla,
+        kernel: SlotAttention,
     ) -> "SlotSelection":
         table_BP = part.block_table_BP.clone()
         shape = (part.num_tokens, topk)

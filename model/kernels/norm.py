@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ...attention.kernels.fp8_round import fp8_scale, to_fp8
-from ...attention.kernels.fp8_rows import FP8
 from ...attention.kernels.launch import jit, power_of_two
 from .fp8_rows import GROUP, Fp8Rows
 
@@ -76,10 +75,7 @@ def norm_fp8_rows(
     """`norm_rows`, and the same rows in fp8; D is a multiple of 128."""
     tokens, width = x_TD.shape
     out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
-    fp8 = Fp8Rows(
-        torch.empty(tokens, width, dtype=FP8, device=x_TD.device),
-        torch.empty(width // GROUP, tokens, dtype=torch.float32, device=x_TD.device),
-    )
+    fp8 = Fp8Rows.empty(tokens, width, x_TD.device)
     _launch(x_TD, weight_D, eps, delta_TD, out_TD, fp8)
     return out_TD, fp8
 

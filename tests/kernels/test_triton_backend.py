@@ -16,6 +16,7 @@ from minidsa.attention.cached_rows import fp8_latents, index_pages, latent_rows
 from minidsa.attention.dense.torch_ref import TorchDenseBackend
 from minidsa.attention.dense.triton import TritonDenseBackend
 from minidsa.attention.kernels.fp8_rows import IndexPages
+from minidsa.attention.kernels.sparse_mla import sparse_mla
 from minidsa.attention.metadata import AttentionBatch
 from minidsa.attention.sparse.dsa import DsaBackend
 from minidsa.attention.sparse.selection import SelectionSize, new_selection
@@ -180,7 +181,7 @@ def test_selection_over_rows_in_fp8(is_extend, many, monkeypatch):
     expected = new_selection(part, SelectionSize(32, 4 << 20), 16, is_extend=is_extend)
     expected.score(0, index, storage)
     room_X = torch.empty(1 << 16, device=DEVICE)
-    made = SlotSelection.of(part, 32, storage, room_X, is_extend=is_extend)
+    made = SlotSelection.of(part, 32, storage, room_X, is_extend=is_extend, kernel=sparse_mla)
     made.score(0, index, storage)
     assert made.visible_T.tolist() == expected.visible_T.tolist()
     slots_TK = made.slots_TK
