@@ -10,58 +10,57 @@ Shared memory holds the queries and two tiles, no more: a quarter of 64 keys tim
 where its rotary part was.
 
 Both callers differ in where a key's slot stands: in a list of slots (PAGE = 0) or in a row of the
-block table. Rows in fp8 are left to the portable kernels: to convert them on the way into shared
-memory was no faster (1.77 of FlashMLA's time at 64 requests, 1.74 there).
+block table. Rows come in 16 bits or in fp8; `latent_hopper_rows.py` fetches them, and converts the
+latter to fp16.
 
-The floors are told in `sparse_mla.py` and `mla_decode.py`. Measured on an H200 at 128 heads: decode
-over 2048 slots takes 0.8 of the time of FlashMLA over fp8 rows (64 and 128 requests), prefill 1.25
-of FlashMLA's, dense decode 1.06.
+The floors are told in `sparse_mla.py` and `mla_decode.py`. Measured on an H200 at 128 heads and 16
+bits: decode over 2048 slots takes 0.8 of the time of FlashMLA over fp8 rows (64 and 128 requests),
+prefill 1.25 of FlashMLA's, dense decode 1.06. Of fp8 rows no time was taken yet.
 """
 
-# To a type checker a kernel's constants, layouts and ranges are objects of other types than the
-# compiler makes of them.
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
-# pyright: reportIndexIssue=false, reportPossiblyUnboundVariable=false
-
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
+from triton.experimental.gluon import language
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language import constexpr
 
-from .latent_rows import Queries, Rows
+from .latent_hopper_rows import barrier, serve, slots_of
+from .latent_rows import RAISE, Queries, Rows
 from .launch import Tiling, ceil_div
 
+# To a type checker kernels and what they are written in are anything, as in `launch`.
+gl: Any = language
+_jit: Any = gluon.jit
+
 LATENT, ROPE = 512, 64
+# Values, four scales and the rotary part, in bytes.
+FP8_WIDTH = LATENT + 4 * 4 + 2 * ROPE
 # Query rows of a program; keys come in pairs of tiles of 64.
 TILING = Tiling(64, 128, 256, 4, 2, 1, by_hand=True)
 # Of a thread of the second multiplying and of the fetching warp group.
 REGISTERS = gl.constexpr((208, 88))
+# The multiplying warp groups.
+FIRST, SECOND = gl.constexpr(0), gl.constexpr(1)
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-# Triton 3.7 renamed it.
-_barrier: Any = getattr(gl, "barrier", None) or gl.thread_barrier
-# To a type checker a kernel is anything, as in `launch`.
-_jit = cast(Any, gluon.jit)
 
 
 def suits(rows_SX: Tensor, latent_width: int) -> bool:
-    """Rows of 512 + 64 elements of 16 bits that begin at multiples of 16 bytes, on a GPU of compute
-    capability 9."""
-    width, dtype = rows_SX.shape[1], rows_SX.dtype
-    usual = (latent_width, width) == (LATENT, LATENT + ROPE)
-    aligned = rows_SX.stride(0) % 8 == 0 == rows_SX.data_ptr() % 16
+    """Rows of 512 + 64 elements, 16 bits each or in fp8, that begin at multiples of 16 bytes, on a
+    GPU of compute capability 9."""
+    widths = {torch.bfloat16: LATENT + ROPE, torch.float16: LATENT + ROPE, torch.uint8: FP8_WIDTH}
+    usual = latent_width == LATENT and rows_SX.shape[1] == widths.get(rows_SX.dtype)
+    aligned = rows_SX.stride(0) * rows_SX.itemsize % 16 == 0 == rows_SX.data_ptr() % 16
     is_hopper = rows_SX.is_cuda and torch.cuda.get_device_capability(rows_SX.device)[0] == 9
-    return usual and dtype in (torch.bfloat16, torch.float16) and aligned and is_hopper
+    return usual and aligned and is_hopper
 
 
 def attend_slots(
@@ -69,13 +68,14 @@ def attend_slots(
 ) -> None:
     """As the kernel of `sparse_mla`: `parts` programs share a query's slots."""
     tokens, heads, _ = q.latent.shape
+    q_rope = q.rope.to(rows.rope_SR.dtype)
     columns = slots_TK.shape[1]
     _attend[(tokens * parts * ceil_div(heads, 64),)](
-        q.latent, q.rope, rows.latent_SC, rows.rope_SR, slots_TK, counts_T, counts_T, out, lse,
-        heads, heads, columns, parts,
+        q.latent, q_rope, rows.latent_SC, rows.rope_SR, rows.scales_SG, slots_TK, counts_T,
+        counts_T, out, lse, heads, heads, columns, parts,
         ceil_div(ceil_div(columns, TILING.keys), parts) * TILING.keys,
-        q.latent.stride(1), q.rope.stride(1), rows.stride, slots_TK.stride(0),
-        PAGE=0, num_warps=TILING.num_warps,
+        q.latent.stride(1), q_rope.stride(1), rows.stride, slots_TK.stride(0),
+        PAGE=0, FP8=rows.is_fp8, num_warps=TILING.num_warps,
     )  # fmt: skip
 
 
@@ -85,91 +85,18 @@ def attend_pages(
 ) -> None:  # fmt: skip
     """As the kernel of `mla_decode`."""
     tokens, heads, _ = q.latent.shape
+    q_rope = q.rope.to(rows.rope_SR.dtype)
     query_rows = tokens // len(table_BP) * heads
     _attend[(len(parts_W3) * ceil_div(query_rows, 64),)](
-        q.latent, q.rope, rows.latent_SC, rows.rope_SR, table_BP, lengths_B, parts_W3, out, lse,
-        query_rows, heads, 0, 0, 0,
-        q.latent.stride(1), q.rope.stride(1), rows.stride, table_BP.stride(0),
-        PAGE=page_size, num_warps=TILING.num_warps,
+        q.latent, q_rope, rows.latent_SC, rows.rope_SR, rows.scales_SG, table_BP, lengths_B,
+        parts_W3, out, lse, query_rows, heads, 0, 0, 0,
+        q.latent.stride(1), q_rope.stride(1), rows.stride, table_BP.stride(0),
+        PAGE=page_size, FP8=rows.is_fp8, num_warps=TILING.num_warps,
     )  # fmt: skip
 
 
 @_jit
-def _slots(source_ptr, begin, last, PAGE: gl.constexpr, layout: gl.constexpr):
-    """Slots of the 64 keys from `begin` on; below 0 for those that do not count."""
-    n = begin + gl.arange(0, 64, layout=layout)
-    if PAGE == 0:
-        slot = gl.load(source_ptr + n, mask=n < last, other=-1).to(gl.int64)
-    else:
-        page = gl.load(source_ptr + n // PAGE, mask=n < last, other=0).to(gl.int64)
-        slot = gl.where(n < last, page * PAGE + n % PAGE, -1)
-    return slot
-
-
-@_jit
-def _fetch_queries(q_ptr, q_rope_ptr, rows_left, stride_q, stride_q_rope, tiles, barriers):
-    q, q_rope, _, _ = tiles
-    of_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    m = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, of_rows)).to(gl.int64), 1)
-    column = gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(0, of_rows)), 0)
-    rope_column = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, of_rows)), 0)
-    for half in gl.static_range(2):
-        q_half = q_ptr + m * stride_q + (column + half * 256)
-        async_copy.async_copy_global_to_shared(q.index(half), q_half, mask=m < rows_left)
-    async_copy.async_copy_global_to_shared(
-        q_rope.index(0), q_rope_ptr + m * stride_q_rope + rope_column, mask=m < rows_left
-    )
-    async_copy.mbarrier_arrive(barriers[3], increment_count=False)
-
-
-@_jit
-def _fetch(
-    latent_ptr, rope_ptr, source_ptr, first, last, pairs, stride, tiles, barriers,
-    PAGE: gl.constexpr,
-):  # fmt: skip
-    """Copy the four halves of each pair of tiles, each as soon as it was given back."""
-    _, _, latent, rope = tiles
-    full, empty, _, _ = barriers
-    of_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    row: gl.constexpr = gl.SliceLayout(1, of_rows)
-    column = gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(0, of_rows)), 0)
-    rope_column = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, of_rows)), 0)
-    slot = _slots(source_ptr, first, last, PAGE, row)
-    for i in range(pairs):
-        for tile in gl.static_range(2):
-            # The next tile's slots are under way while this one's rows are.
-            begin = first + i * 128 + tile * 64
-            following = _slots(source_ptr, begin + 64, last, PAGE, row)
-            counts = gl.expand_dims(slot >= 0, 1)
-            place = gl.expand_dims(slot * stride, 1)
-            for half in gl.static_range(2):
-                at = 2 * tile + half
-                mbarrier.wait(empty.index(at), (i & 1) ^ 1)
-                # Who gives back the second half of tile 0 or the first one of tile 1 is the last to
-                # read the tile's weights, which lie in the rotary part.
-                if half != tile:
-                    async_copy.async_copy_global_to_shared(
-                        rope.index(tile), rope_ptr + place * 8 + rope_column, mask=counts
-                    )
-                async_copy.async_copy_global_to_shared(
-                    latent.index(at), latent_ptr + place * 8 + (column + half * 256), mask=counts
-                )
-                async_copy.mbarrier_arrive(full.index(at), increment_count=False)
-            slot = following
-
-
-@_jit
-def _serve(
-    q_ptr, q_rope_ptr, latent_ptr, rope_ptr, source_ptr, rows_left, first, last, pairs,
-    stride_q, stride_q_rope, stride, tiles, barriers, PAGE: gl.constexpr,
-):  # fmt: skip
-    """The fetching warp group."""
-    _fetch_queries(q_ptr, q_rope_ptr, rows_left, stride_q, stride_q_rope, tiles, barriers)
-    _fetch(latent_ptr, rope_ptr, source_ptr, first, last, pairs, stride, tiles, barriers, PAGE)
-
-
-@_jit
-def _scores(q, q_rope, latent, rope, full, i, zeros, TILE: gl.constexpr):
+def _scores(q, q_rope, latent, rope, full, i, zeros, TILE: constexpr):
     """The products of all queries and the keys of a tile, under way as its halves arrive."""
     phase = i & 1
     # 0, which the compiler cannot know: it would keep where the queries lie in 72 registers.
@@ -197,28 +124,38 @@ def _base(largest):
 
 @_jit
 def _shrink(acc, factor):
-    layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    layout: constexpr = gl.SliceLayout(1, acc.type.layout)
     return acc * gl.expand_dims(gl.convert_layout(factor, layout), 1)
 
 
 @_jit
+def _lower_queries(q_ptr, q, rows_left, stride_q, TILE: constexpr):
+    """Half TILE of the queries in fp16, lowered as `latent_rows.Queries` says."""
+    of_rows: constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    m = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, of_rows)).to(gl.int64), 1)
+    column = gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(0, of_rows)), 0)
+    half = gl.load(q_ptr + m * stride_q + (column + 256 * TILE), mask=m < rows_left, other=0.0)
+    q.index(TILE).store((half.to(gl.float32) * (1.0 / RAISE)).to(gl.float16))
+
+
+@_jit
 def _multiply(
-    source_ptr, out_ptr, lse_ptr, place, rows_left, first, last, bound, slope, heads, pairs, write,
-    tiles, barriers, largest_of, total_of,
-    TILE: gl.constexpr, PAGE: gl.constexpr,
+    q_ptr, stride_q, source_ptr, out_ptr, lse_ptr, place, rows_left, first, last, bound, slope,
+    heads, pairs, write, tiles, barriers, largest_of, total_of,
+    TILE: constexpr, PAGE: constexpr, FP8: constexpr,
 ):  # fmt: skip
     """A multiplying warp group: scores of tile TILE of each pair, half TILE of the sums."""
     q, q_rope, latent, rope = tiles
     full, empty, ready, q_full = barriers
-    of_scores: gl.constexpr = gl.NVMMADistributedLayout(
+    of_scores: constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
     )
-    of_sums: gl.constexpr = gl.NVMMADistributedLayout(
+    of_sums: constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16]
     )
-    of_weights: gl.constexpr = gl.DotOperandLayout(0, of_sums, 2)
-    row: gl.constexpr = gl.SliceLayout(1, of_scores)
-    key: gl.constexpr = gl.SliceLayout(0, of_scores)
+    of_weights: constexpr = gl.DotOperandLayout(0, of_sums, 2)
+    row: constexpr = gl.SliceLayout(1, of_scores)
+    key: constexpr = gl.SliceLayout(0, of_scores)
     zeros = gl.zeros((64, 64), gl.float32, of_scores)
     acc = gl.zeros((64, 256), gl.float32, of_sums)
     largest = gl.full((64,), float("-inf"), gl.float32, row)
@@ -226,14 +163,19 @@ def _multiply(
     m = gl.arange(0, 64, layout=row)
     # Behind the last key of a part, or behind the key of the row's own token.
     visible = gl.minimum(last, bound + (m + slope) // heads)
-    dtype: gl.constexpr = latent.dtype
+    dtype: constexpr = latent.dtype
     weights_of = rope._reinterpret(dtype, [2, 64, 64], rope.layout)
+    if FP8:
+        _lower_queries(q_ptr, q, rows_left, stride_q, TILE)
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(q_full, count=1)
     mbarrier.wait(q_full, 0)
     for i in range(pairs):
         phase = i & 1
         begin = first + i * 128 + TILE * 64
         if PAGE == 0:
-            seen = gl.expand_dims(_slots(source_ptr, begin, last, 0, key) >= 0, 0)
+            seen = gl.expand_dims(slots_of(source_ptr, begin, last, 0, key) >= 0, 0)
         else:
             n = begin + gl.arange(0, 64, layout=key)
             seen = gl.expand_dims(n, 0) < gl.expand_dims(visible, 1)
@@ -260,21 +202,21 @@ def _multiply(
         largest = reached
         weights = weights.to(dtype)
         # All warps have read the rotary part.
-        _barrier()
+        barrier()
         weights_of.index(TILE).store(weights)
         largest_of.index(TILE).store(largest)
         fence_async_shared()
-        _barrier()
+        barrier()
         mbarrier.arrive(ready.index(TILE), count=1)
         if TILE == 1:
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            _barrier()
+            barrier()
             mbarrier.arrive(empty.index(1), count=1)
         acc = _shrink(acc, shrink)
         weights = gl.convert_layout(weights, of_weights)
         acc = warpgroup_mma(weights, latent.index(3 * TILE), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        _barrier()
+        barrier()
         mbarrier.arrive(empty.index(3 * TILE), count=1)
         if TILE == 0:
             mbarrier.wait(ready.index(1), phase)
@@ -285,11 +227,11 @@ def _multiply(
             acc = _shrink(acc, shrink)
             acc = warpgroup_mma(weights_of.index(1), latent.index(2), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            _barrier()
+            barrier()
             mbarrier.arrive(empty.index(2), count=1)
 
     total_of.index(TILE).store(total)
-    _barrier()
+    barrier()
     mbarrier.arrive(ready.index(2 + TILE), count=1)
     mbarrier.wait(ready.index(3 - TILE), 0)
     total += total_of.index(1 - TILE).load(row)
@@ -298,22 +240,24 @@ def _multiply(
     if TILE == 0:
         lse = gl.where(some, (largest + gl.log2(divisor)) * LN2, float("-inf"))
         gl.store(lse_ptr + place + m, lse, mask=m < rows_left)
+    if FP8:
+        divisor = divisor * RAISE
     acc = _shrink(acc, 1.0 / divisor)
-    out_type: gl.constexpr = out_ptr.dtype.element_ty
+    out_type: constexpr = out_ptr.dtype.element_ty
     if out_type == gl.float32:
         _store(out_ptr, acc, place, rows_left, write, TILE)
     else:
         # This half of tile 0 has no other readers any more.
         room = latent.index(TILE)._reinterpret(out_type, [64, 256], latent.layout)
         room.store(acc.to(out_type))
-        of_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        _barrier()
+        of_rows: constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        barrier()
         _store(out_ptr, room.load(of_rows), place, rows_left, write, TILE)
 
 
 @_jit
-def _store(out_ptr, values, place, rows_left, write, TILE: gl.constexpr):
-    layout: gl.constexpr = values.type.layout
+def _store(out_ptr, values, place, rows_left, write, TILE: constexpr):
+    layout: constexpr = values.type.layout
     m = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, layout)), 1)
     c = gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(0, layout)), 0)
     gl.store(out_ptr + (place + m) * 512 + (c + 256 * TILE), values, mask=(m < rows_left) & write)
@@ -321,10 +265,10 @@ def _store(out_ptr, values, place, rows_left, write, TILE: gl.constexpr):
 
 @_jit
 def _attend(
-    q_ptr, q_rope_ptr, latent_ptr, rope_ptr, source_ptr, bounds_ptr, parts_ptr,
+    q_ptr, q_rope_ptr, latent_ptr, rope_ptr, scale_ptr, source_ptr, bounds_ptr, parts_ptr,
     out_ptr, lse_ptr, rows, heads, columns, parts, part_length,
     stride_q, stride_q_rope, stride, stride_source,
-    PAGE: gl.constexpr,
+    PAGE: constexpr, FP8: constexpr,
 ):  # fmt: skip
     """A program takes 64 rows of a query (request) and a part of its keys."""
     row_blocks = gl.cdiv(rows, 64)
@@ -354,15 +298,14 @@ def _attend(
     place = part.to(gl.int64) * rows + block * 64
     pairs = (gl.maximum(last - first, 0) + 127) // 128
 
-    swizzled: gl.constexpr = gl.NVMMASharedLayout(
-        swizzle_byte_width=128, element_bitwidth=16, rank=2
-    )
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    dtype: gl.constexpr = latent_ptr.dtype.element_ty
+    swizzled: constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    flat: constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    dtype: constexpr = gl.float16 if FP8 else latent_ptr.dtype.element_ty
+    rope_type: constexpr = rope_ptr.dtype.element_ty
     q = gl.allocate_shared_memory(dtype, [2, 64, 256], swizzled)
-    q_rope = gl.allocate_shared_memory(dtype, [1, 64, 64], swizzled)
+    q_rope = gl.allocate_shared_memory(rope_type, [1, 64, 64], swizzled)
     latent = gl.allocate_shared_memory(dtype, [4, 64, 256], swizzled)
-    rope = gl.allocate_shared_memory(dtype, [2, 64, 64], swizzled)
+    rope = gl.allocate_shared_memory(rope_type, [2, 64, 64], swizzled)
     largest_of = gl.allocate_shared_memory(gl.float32, [2, 64], flat)
     total_of = gl.allocate_shared_memory(gl.float32, [2, 64], flat)
     full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
@@ -370,29 +313,29 @@ def _attend(
     ready = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for at in gl.static_range(4):
-        # Every fetching thread says when its own copies are done.
-        mbarrier.init(full.index(at), count=128)
+        # Every fetching thread says when its own copies are done; then what it converted is, too.
+        mbarrier.init(full.index(at), count=129 if FP8 else 128)
         mbarrier.init(empty.index(at), count=1)
         mbarrier.init(ready.index(at), count=1)
-    mbarrier.init(q_full, count=128)
+    mbarrier.init(q_full, count=130 if FP8 else 128)
     fence_async_shared()
     tiles = (q, q_rope, latent, rope)
     barriers = (full, empty, ready, q_full)
-    FIRST: gl.constexpr = 0
-    SECOND: gl.constexpr = 1
     gl.warp_specialize(
         [
             (_multiply, (
-                source_ptr, out_ptr, lse_ptr, place, rows_left, first, last, bound, block * 64,
-                heads, pairs, write, tiles, barriers, largest_of, total_of, FIRST, PAGE,
+                q_ptr, stride_q, source_ptr, out_ptr, lse_ptr, place, rows_left, first, last, bound,
+                block * 64, heads, pairs, write, tiles, barriers, largest_of, total_of, FIRST,
+                PAGE, FP8,
             )),
             (_multiply, (
-                source_ptr, out_ptr, lse_ptr, place, rows_left, first, last, bound, block * 64,
-                heads, pairs, write, tiles, barriers, largest_of, total_of, SECOND, PAGE,
+                q_ptr, stride_q, source_ptr, out_ptr, lse_ptr, place, rows_left, first, last, bound,
+                block * 64, heads, pairs, write, tiles, barriers, largest_of, total_of, SECOND,
+                PAGE, FP8,
             )),
-            (_serve, (
-                q_ptr, q_rope_ptr, latent_ptr, rope_ptr, source_ptr, rows_left, first, last, pairs,
-                stride_q, stride_q_rope, stride, tiles, barriers, PAGE,
+            (serve, (
+                q_ptr, q_rope_ptr, latent_ptr, rope_ptr, scale_ptr, source_ptr, rows_left, first,
+                last, pairs, stride_q, stride_q_rope, stride, tiles, barriers, PAGE, FP8,
             )),
         ],
         [4, 4],

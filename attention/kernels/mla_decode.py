@@ -212,8 +212,8 @@ def mla_decode(
             f"of queries, got {tokens} tokens of {heads} heads"
         )
     rows = Rows.of(rows_SX, latent_width, width - latent_width)
-    q = Queries.of(q_THX, latent_width, rows.is_fp8)
     tiling = parts.tiling
+    q = Queries.of(q_THX, latent_width, rows.is_fp8 and not tiling.by_hand)
     out_THC = q_THX.new_empty(tokens, heads, latent_width)
     lse_TH = q_THX.new_empty(tokens, heads, dtype=torch.float32)
     num_parts = len(parts.parts_W3)

@@ -157,8 +157,8 @@ def sparse_mla(
     tokens, heads, width = q_THX.shape
     _require(q_THX, rows_SX, slots_TK, counts_T)
     rows = Rows.of(rows_SX, latent_width, width - latent_width)
-    q = Queries.of(q_THX, latent_width, rows.is_fp8)
     tiling = tiling or sparse_tiling(heads, rows_SX, latent_width)
+    q = Queries.of(q_THX, latent_width, rows.is_fp8 and not tiling.by_hand)
     head_blocks = ceil_div(heads, tiling.rows)
     tiles = ceil_div(slots_TK.shape[1], tiling.keys)
     if num_parts is None:

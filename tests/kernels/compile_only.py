@@ -71,8 +71,11 @@ class CompileOnly:
 
 def compile_attention() -> None:
     table = torch.zeros(2, 4, dtype=torch.int32)
-    for dtype in (torch.bfloat16, torch.float16):
-        rows_SX, q_THX = torch.zeros(64, 576, dtype=dtype), torch.zeros(2, 64, 576, dtype=dtype)
+    fp8_SX = new_fp8_latent_rows(64, 512, 64, CPU).rows_SX
+    for dtype in (torch.bfloat16, torch.float16, torch.uint8):
+        is_fp8 = dtype == torch.uint8
+        rows_SX = fp8_SX if is_fp8 else torch.zeros(64, 576, dtype=dtype)
+        q_THX = torch.zeros(2, 64, 576, dtype=torch.bfloat16 if is_fp8 else dtype)
         for num_parts in (1, 2):
             slots = torch.zeros(2, 2048, dtype=torch.int32)
             sparse_mla(q_THX, rows_SX, slots, slots[:, 0], 512, num_parts=num_parts)

@@ -103,17 +103,57 @@ def test_decode_of_1_to_160k_tokens(heads, width):
             assert_lse(lse[row], expected_lse, BF16)
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("heads", [33, 65, 128])
+@pytest.mark.parametrize("width", [1, 2])
+def test_decode_of_fp8_pages(heads, width):
+    """Foreign rows of a request's last page are NaN, and pages behind it do not exist."""
+    lengths = [width, 0, 64 + width, 127, 3001]
+    order = torch.randperm(60, device=CUDA).int().view(5, 12)
+    table = torch.full((5, 60), 2**31 - 1, dtype=torch.int32, device=CUDA)
+    table[:, :12] = order
+    table[4, 12:47] = torch.arange(60, 95, device=CUDA)
+    fp8 = new_fp8_latent_rows(95 * PAGE, C, R, CUDA)
+    fp8.rows_SX.fill_(0xFF)
+    for request, length in enumerate(lengths):
+        at = slots_of(table[request], length)
+        fp8.write(at, normal(length, C, scale=0.3), normal(length, R, scale=0.3))
+    q = normal(5 * width, heads, X, scale=X**-0.5)
+    tiling = decode_tiling(width * heads, fp8.rows_SX, C)
+    for processors in (1, 132):
+        parts = DecodeParts.of(lengths, width * heads, tiling, CUDA, processors)
+        with poisoned():
+            out, lse = mla_decode(q, fp8.rows_SX, table, PAGE, parts, C)
+        for row in range(5 * width):
+            length = lengths[row // width]
+            plain = fp8.read(slots_of(table[row // width], length))
+            slots = torch.arange(length, device=CUDA).unsqueeze(0)
+            counts = torch.tensor([max(0, length - width + row % width + 1)], device=CUDA)
+            inputs = (q[row : row + 1], plain, slots, counts, C)
+            if not length:
+                assert not out[row].any() and (lse[row] == -torch.inf).all()
+                continue
+            expected, expected_lse = sparse_attention(*inputs)
+            assert_near(out[row], expected[0], BF16)
+            assert_lse(lse[row], expected_lse[0], BF16)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.uint8])
 @pytest.mark.parametrize("heads", [33, 65, 100])
 def test_odd_heads_and_queries_that_see_nothing(heads, dtype):
     """Of five queries one has no slots and one only holes, and both are NaN themselves."""
-    rows = normal(500, X, scale=0.3).to(dtype)
+    rows = plain = normal(500, X, scale=0.3)
+    if dtype == torch.uint8:
+        fp8, dtype = new_fp8_latent_rows(500, C, R, CUDA), BF16
+        fp8.write(torch.arange(500, device=CUDA), rows[:, :C], rows[:, C:])
+        rows, plain = fp8.rows_SX, fp8.read(torch.arange(500, device=CUDA))
+    else:
+        rows = plain = rows.to(dtype)
     q = normal(5, heads, X, scale=X**-0.5).to(dtype)
     q[1:3] = torch.nan
     slots = torch.randint(0, 500, (5, 300), device=CUDA).int()
     slots[2] = -1
     counts = torch.tensor([300, 0, 300, 1, 129], device=CUDA)
-    expected, expected_lse = sparse_attention(q, rows, slots, counts, C)
+    expected, expected_lse = sparse_attention(q, plain, slots, counts, C)
     for parts in (1, 3):
         with poisoned():
             out, lse = sparse_mla(q, rows, slots, counts, C, num_parts=parts)
