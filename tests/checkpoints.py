@@ -85,6 +85,46 @@ T_WIDE: Mapping[str, Any] = MappingProxyType(
     }
 )
 
+# The widths of DeepSeek-V3.2's attention and indexer, fewer and narrower layers, fp8 weights.
+T_V32: Mapping[str, Any] = MappingProxyType(
+    {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "vocab_size": 2048,
+        "hidden_size": 1024,
+        "intermediate_size": 1024,
+        "moe_intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": 512,
+        "n_routed_experts": 32,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 4096,
+        "rope_theta": 10000.0,
+        "num_nextn_predict_layers": 1,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "torch_dtype": "bfloat16",
+        "quantization_config": dict(FP8),
+    }
+)
+
 NAN_TOKEN = 77
 """The token id of `t_nan` whose hidden states turn to NaN."""
 
@@ -186,3 +226,9 @@ def t_markov() -> Path:
 def t_wide() -> Path:
     """Linear weights in fp8, blocks of 128 x 128, with edges that are no multiple of 128."""
     return _written(T_WIDE, tensors_of(T_WIDE))
+
+
+@functools.cache
+def t_v32() -> Path:
+    """A checkpoint of seconds, for a GPU: its kernels meet the shapes they were made for."""
+    return _written(T_V32, tensors_of(T_V32))
