@@ -21,13 +21,14 @@ from statistics import quantiles
 import torch
 import triton
 
-from benchmarks.random_weights import random_model
 from minidsa.attention.registry import choose
 from minidsa.configs.engine import SchedulerConfig
 from minidsa.configs.sampling import SamplingParams
 from minidsa.kv_cache.cache import KvCache
 from minidsa.kv_cache.storage import CacheStorage
+from minidsa.model.config import parse_config
 from minidsa.model.decode_graphs import DecodeGraphs
+from minidsa.model.dummy_weights import random_model
 from minidsa.model.runner import ModelRunner
 from minidsa.scheduler.launch import launch
 from minidsa.scheduler.messages import Submit
@@ -83,7 +84,7 @@ class Bed:
 
     def __init__(self) -> None:
         device = torch.device("cuda")
-        model = random_model(MOONLIGHT, device)
+        model = random_model(parse_config(MOONLIGHT), torch.bfloat16, device)
         storage = CacheStorage(
             model.config.cache_layout(with_mtp=False), PAGES + 1, PAGE, model.dtype, device
         )

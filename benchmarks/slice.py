@@ -25,14 +25,15 @@ import torch
 import triton
 
 from benchmarks.kernel_cases import BYTES_PER_US
-from benchmarks.random_weights import random_model
 from benchmarks.step_split import Split, split, trace
 from minidsa.attention.registry import choose
 from minidsa.configs.sampling import SamplingParams
 from minidsa.kv_cache.storage import CacheStorage
 from minidsa.model.captured_step import Run
+from minidsa.model.config import parse_config
 from minidsa.model.decode_graphs import CudaCapture, DecodeGraphs
 from minidsa.model.deepseek import DeepseekModel
+from minidsa.model.dummy_weights import random_model
 from minidsa.model.runner import ModelRunner
 from minidsa.model.sequence import SampleInput, SequenceInput
 
@@ -72,6 +73,12 @@ class TimedCapture:
             self.stop.record()
 
         return timed
+
+
+def new_model(layers: int) -> DeepseekModel:
+    """The slice with so many layers."""
+    config = parse_config(V32 | {"num_hidden_layers": layers})
+    return random_model(config, torch.bfloat16, DEVICE, keeps_fp8=True)
 
 
 class Slice:
@@ -159,7 +166,7 @@ def floor_ms(layers: int, requests: int, length: int, row_bytes: int) -> float:
 
 
 def measure(args: argparse.Namespace, save: Callable[[dict], None]) -> None:
-    model = random_model(V32 | {"num_hidden_layers": args.layers}, DEVICE)
+    model = new_model(args.layers)
     tokens = max(b * (n + PAGE) for b, n in DECODES)
     work = Slice(model, tokens, args.rows)
     work.prompt(CHUNK)

@@ -73,6 +73,8 @@ class EngineConfig:
 
     model: str = ""
     """Folder of a checkpoint in Hugging Face layout."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """Read the checkpoint's safetensors, or make random weights of its shape: dummy."""
     dtype: Dtype = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     attention_backend: str = "auto"

@@ -24,6 +24,7 @@ from .checkpoint import read_config
 from .config import ModelConfig
 from .decode_graphs import DecodeGraphs
 from .deepseek import DeepseekModel
+from .dummy_weights import dummy_checkpoint, random_model
 from .layers.fp8 import multiplies_fp8
 from .loader import CheckedCheckpoint, check_checkpoint, has_mtp_layer, load_weights
 from .memory_plan import MemoryPlan, cache_layout, plan_memory
@@ -71,7 +72,7 @@ class CheckedStart:
         torch.set_num_threads(_chosen(config.num_threads))
         device = torch.device(config.device)
         dtype = DTYPES[config.dtype]
-        model = load_weights(self.checkpoint, dtype, device, alive, keeps_fp8=self.keeps_fp8)
+        model = self._weights(dtype, device, alive)
         # Before the cache is sized: packing takes memory of its own.
         model.pack(alive)
         alive()
@@ -85,6 +86,22 @@ class CheckedStart:
         notes = [*self.notes, *cache.notes]
         return _assemble(cache.config, model, self.choice, notes, self.checkpoint.mtp_layer)
 
+    def _weights(
+        self, dtype: torch.dtype, device: torch.device, alive: Callable[[], None]
+    ) -> DeepseekModel:
+        found, config = self.checkpoint, self.config
+        if config.load_format == "dummy":
+            return random_model(
+                found.config,
+                dtype,
+                device,
+                config.seed,
+                alive,
+                with_mtp=found.mtp_layer == "loaded",
+                keeps_fp8=self.keeps_fp8,
+            )
+        return load_weights(found, dtype, device, alive, keeps_fp8=self.keeps_fp8)
+
 
 def check_start(config: EngineConfig) -> CheckedStart:
     """Check everything that can be checked without reading a weight, the cheapest first.
@@ -95,9 +112,14 @@ def check_start(config: EngineConfig) -> CheckedStart:
     model_config = read_config(directory)
     run = resolve_run(config, detect(torch.cuda.is_available()), model_config.dtype or "bfloat16")
     choice = _choose_backend(run.config, model_config)
-    drafts = resolve_drafts(run.config, has_mtp_layer(directory, model_config))
+    dummy = config.load_format == "dummy"
+    if dummy and config.cache.session_dir is not None:
+        raise SettingError("session_dir saves rows, and those of load_format dummy mean nothing")
+    has_mtp = model_config.num_mtp_layers > 0 if dummy else has_mtp_layer(directory, model_config)
+    drafts = resolve_drafts(run.config, has_mtp)
     with_mtp = drafts.config.speculative.method == "mtp"
-    checkpoint = check_checkpoint(directory, model_config, with_mtp=with_mtp)
+    check = dummy_checkpoint if dummy else check_checkpoint
+    checkpoint = check(directory, model_config, with_mtp=with_mtp)
     free = _free_bytes(torch.device(run.config.device))
     device = torch.device(run.config.device)
     fp8 = checkpoint.all_fp8 and multiplies_fp8(device) and run.config.dtype != "float32"

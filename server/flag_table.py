@@ -57,6 +57,11 @@ GROUPS: tuple[Group, ...] = (
     (
         "model and machine",
         (
+            Flag(
+                "--load-format",
+                "engine.load_format",
+                "dummy makes random weights of the model's shape: to measure, not to answer",
+            ),
             Flag("--dtype", "engine.dtype", "number format of the computation"),
             Flag("--device", "engine.device", "where to compute"),
             Flag("--num-threads", "engine.num_threads", "CPU threads of one operation", "by cores"),
