@@ -85,6 +85,7 @@ class Slice:
     """A model, a cache for so many tokens, and requests of one length."""
 
     def __init__(self, model: DeepseekModel, tokens: int, rows: str) -> None:
+        self.model = model
         layout = model.config.cache_layout(with_mtp=False, is_fp8=rows == "fp8")
         self.storage = CacheStorage(layout, tokens // PAGE + 1, PAGE, model.dtype, DEVICE)
         choice = choose(
@@ -135,6 +136,23 @@ class Slice:
                 times.append(time.perf_counter() - began)
                 replays.append(self.capture.start.elapsed_time(self.capture.stop))
         return median(times) * 1e3, median(replays)
+
+    def mixed_ms(self, pages: list[list[int]], length: int, chunk: int, steps: int = 12) -> float:
+        """Median of eager steps of one decode a request and so many tokens of a prompt.
+
+        The chunk is the beginning of a prompt and is written to the pages of the last request.
+        """
+        *decoding, own = pages
+        times = []
+        for _ in range(steps + 2):
+            ids = torch.randint(self.vocab_size, (chunk,)).tolist()
+            inputs = [SequenceInput(ids, 0, own, None), *self._inputs(decoding, length)]
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            self.eager.run(inputs, 1)
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+        return median(times[2:]) * 1e3
 
     def step_split(self, pages: list[list[int]], length: int, steps: int = 4) -> Split:
         """Where the time of a replayed step goes; `step_ms` was called before."""
