@@ -30,8 +30,8 @@ from minidsa.model.config import parse_config
 from minidsa.model.decode_graphs import DecodeGraphs
 from minidsa.model.dummy_weights import random_model
 from minidsa.model.runner import ModelRunner
-from minidsa.scheduler.launch import launch
 from minidsa.scheduler.messages import Submit
+from minidsa.scheduler.pipeline import Pipeline
 from minidsa.scheduler.scheduler import Scheduler
 
 PAGE, PAGES = 64, 4096
@@ -108,6 +108,7 @@ class Bed:
             due.append((at, Submit(str(len(due)), prompt, PARAMS)))
             at += dice.expovariate(rate)
         lines = {submit.request_id: Timeline(at) for at, submit in due}
+        pipeline = Pipeline(self.runner, scheduler)
         began = time.perf_counter()
         while due or scheduler.has_work:
             now = time.perf_counter() - began
@@ -116,15 +117,11 @@ class Bed:
             if not scheduler.has_work:
                 time.sleep(max(0.0, due[0][0] - now))
                 continue
-            self._step(scheduler, lines, began)
+            self._step(pipeline, lines, began)
         return summary(list(lines.values()), rate)
 
-    def _step(self, scheduler: Scheduler, lines: dict[str, Timeline], began: float) -> None:
-        step = scheduler.schedule()
-        start = time.perf_counter()
-        results = launch(self.runner, step)
-        scheduler.observe(step, time.perf_counter() - start)
-        for output in scheduler.commit(step, results):
+    def _step(self, pipeline: Pipeline, lines: dict[str, Timeline], began: float) -> None:
+        for output in pipeline.advance()[1]:
             if output.error is not None:
                 raise RuntimeError(f"request {output.request_id}: {output.error}")
             line = lines[output.request_id]

@@ -1,7 +1,7 @@
 """One captured shape of a decode step: the tensors that a step is written into, and its results.
 
 Everything that changes from step to step is written to pinned memory and copied from there without
-waiting, to tensors that keep their place. Of a result the host reads token ids alone.
+waiting, to tensors that keep their place. Of a result the host reads token ids alone, if any.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,9 +15,13 @@ from ..attention.base import AttentionBackend, Plan
 from ..attention.metadata import AttentionBatch
 from ..kv_cache.block_table import token_slots
 from ..kv_cache.storage import CacheStorage
+from .choosing import Choosing, Followed
 from .inputs import Span
 
 Run = Callable[[], None]
+
+# The tokens of a step: known ones, or those of the step before, which are on the device.
+Tokens = Sequence[int] | Followed
 
 # The layers; the layers and the likeliest token of each row; the same of the layer that guesses.
 Work = Literal["layers", "greedy", "guess"]
@@ -40,26 +44,25 @@ class Shape(NamedTuple):
 class Replayed(NamedTuple):
     """Hidden states [T, D], overwritten by the next step of their shape.
 
-    greedy_ids: the likeliest token of each row, -1 where a logit is not finite; empty where the
-    work does not end in them.
+    chosen: the likeliest token of each row; None where the work does not end in them.
     """
 
     hidden_TD: Tensor
-    greedy_ids: list[int]
+    chosen: Choosing | None
 
 
 @dataclass
 class StepInputs:
-    """Ids, positions and slots as rows of one tensor, the block table, and hidden states.
+    """Rows of one tensor (ids, positions, slots, places), the block table, and hidden states.
 
-    hidden_TD: what a guess goes on from. pages: of each request, as they were written last: most
-    steps change few of them.
+    places: where ids that are on the device are taken from. hidden_TD: what a guess goes on from.
+    pages: of each request, as they were written last: most steps change few of them.
     """
 
-    ids_3T: Tensor
+    ids_4T: Tensor
     table_BP: Tensor
     hidden_TD: Tensor | None
-    host_3T: Tensor
+    host_4T: Tensor
     host_table_BP: Tensor
     pages: list[list[int]]
     copied: torch.cuda.Event | None
@@ -69,30 +72,33 @@ class StepInputs:
         """Padding alone: nothing but page 0."""
         device = storage.latent_LSC.device
         pinned = device.type == "cuda"
-        host_3T = torch.zeros(3, shape.tokens, dtype=torch.int64, pin_memory=pinned)
-        host_3T[2] = torch.arange(shape.tokens) % storage.page_size
+        host_4T = torch.zeros(4, shape.tokens, dtype=torch.int64, pin_memory=pinned)
+        host_4T[2] = torch.arange(shape.tokens) % storage.page_size
         table = (shape.requests, shape.pages)
         hidden_TD = None
         if shape.work == "guess":
             size = (shape.tokens, hidden_size)
             hidden_TD = torch.zeros(size, dtype=storage.dtype, device=device)
         return cls(
-            host_3T.to(device),
+            host_4T.to(device),
             torch.zeros(table, dtype=torch.int32, device=device),
             hidden_TD,
-            host_3T,
+            host_4T,
             torch.zeros(table, dtype=torch.int32, pin_memory=pinned),
             [[] for _ in range(shape.requests)],
             torch.cuda.Event() if pinned else None,
         )
 
-    def write(self, token_ids: Sequence[int], spans: Sequence[Span], page_size: int) -> None:
+    def write(self, tokens: Tokens, spans: Sequence[Span], page_size: int) -> None:
         """Move a step into the tensors; rows behind it are padding, which page 0 takes."""
         if self.copied is not None:
             # What was copied from here last has long arrived.
             self.copied.synchronize()
-        count, values = len(token_ids), self.host_3T.numpy()
-        values[0, :count] = token_ids
+        values, count = self.host_4T.numpy(), sum(span.num_tokens for span in spans)
+        if isinstance(tokens, Followed):
+            values[3, :count] = tokens.places
+        else:
+            values[0, :count] = tokens
         values[1, :count] = [i for span in spans for i in range(span.context_len, span.stop)]
         values[2, :count] = [
             slot
@@ -101,7 +107,12 @@ class StepInputs:
         ]
         values[:2, count:] = 0
         values[2, count:] = [i % page_size for i in range(values.shape[1] - count)]
-        self.ids_3T.copy_(self.host_3T, non_blocking=True)
+        self.ids_4T.copy_(self.host_4T, non_blocking=True)
+        if isinstance(tokens, Followed):
+            ids_N = self.ids_4T[0, :count]
+            torch.index_select(tokens.ids_N, 0, self.ids_4T[3, :count], out=ids_N)
+            # What follows no number is never taken, but it must be a token.
+            ids_N.clamp_(min=0)
         self._write_table(spans)
         if self.copied is not None:
             self.copied.record()
@@ -133,7 +144,7 @@ class StepInputs:
 class Captured:
     """One shape: inputs, the plan over them, the replay and what it leaves behind.
 
-    chosen_T: pinned ids that a replay ends with; None where it chooses none.
+    chosen_T: ids that a replay ends with; None where it chooses none.
     """
 
     inputs: StepInputs
@@ -141,7 +152,6 @@ class Captured:
     replay: Run
     hidden_TD: Tensor
     chosen_T: Tensor | None
-    done: torch.cuda.Event | None = None
 
     def refresh(self, backend: AttentionBackend, shape: Shape, spans: Sequence[Span]) -> None:
         """Bring the plan up to date with the inputs."""
@@ -150,15 +160,10 @@ class Captured:
         backend.plan(step_batch(self.inputs, shape, contexts), out=self.plan)
 
     def run(self, count: int) -> Replayed:
-        """Replay; waits for the ids, if any are chosen, and for nothing else."""
+        """Replay, waiting for nothing."""
         self.replay()
-        ids: list[int] = []
-        if self.chosen_T is not None:
-            if self.done is not None:
-                self.done.record()
-                self.done.synchronize()
-            ids = self.chosen_T[:count].tolist()
-        return Replayed(self.hidden_TD[:count], ids)
+        chosen = None if self.chosen_T is None else Choosing.of(self.chosen_T[:count])
+        return Replayed(self.hidden_TD[:count], chosen)
 
 
 def step_batch(inputs: StepInputs, shape: Shape, contexts: tuple[int, ...]) -> AttentionBatch:
@@ -167,7 +172,7 @@ def step_batch(inputs: StepInputs, shape: Shape, contexts: tuple[int, ...]) -> A
         num_extends=0,
         query_lens=(shape.width,) * shape.requests,
         context_lens=contexts,
-        positions_T=inputs.ids_3T[1],
-        slots_T=inputs.ids_3T[2],
+        positions_T=inputs.ids_4T[1],
+        slots_T=inputs.ids_4T[2],
         block_table_BP=inputs.table_BP,
     )

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..attention.base import AttentionBackend
 from ..kv_cache.storage import CacheStorage
-from .captured_step import Captured, Replayed, Run, Shape, StepInputs, Work, step_batch
+from .captured_step import Captured, Replayed, Run, Shape, StepInputs, Tokens, Work, step_batch
 from .deepseek import DeepseekModel
 from .inputs import Span
 from .step_memory import LARGEST_REPLAYED
@@ -57,13 +57,13 @@ class DecodeGraphs:
         return tuple(self._captured)
 
     def forward(
-        self, token_ids: Sequence[int], spans: Sequence[Span], *, greedy: bool = False
+        self, tokens: Tokens, spans: Sequence[Span], *, greedy: bool = False
     ) -> Replayed | None:
         """Hidden states of decodes, or None where they are to run eagerly.
 
         spans: of as many tokens each. greedy: the likeliest token of each row is chosen, too.
         """
-        return self._run(token_ids, spans, "greedy" if greedy else "layers", None)
+        return self._run(tokens, spans, "greedy" if greedy else "layers", None)
 
     def guess(
         self, next_ids: Sequence[int], hidden_TD: Tensor, spans: Sequence[Span]
@@ -72,7 +72,7 @@ class DecodeGraphs:
         return self._run(next_ids, spans, "guess", hidden_TD)
 
     def _run(
-        self, token_ids: Sequence[int], spans: Sequence[Span], work: Work, hidden_TD: Tensor | None
+        self, tokens: Tokens, spans: Sequence[Span], work: Work, hidden_TD: Tensor | None
     ) -> Replayed | None:
         if len(spans) > LARGEST_REPLAYED:
             return None
@@ -80,11 +80,11 @@ class DecodeGraphs:
         captured = self._captured.get(shape)
         if captured is None:
             captured = self._captured[shape] = self._new(shape, spans)
-        captured.inputs.write(token_ids, spans, self._storage.page_size)
+        captured.inputs.write(tokens, spans, self._storage.page_size)
         if hidden_TD is not None:
             captured.inputs.write_hidden(hidden_TD)
         captured.refresh(self._backend, shape, spans)
-        return captured.run(len(token_ids))
+        return captured.run(sum(span.num_tokens for span in spans))
 
     def _shape(self, spans: Sequence[Span], work: Work) -> Shape:
         longest = max(span.stop for span in spans)
@@ -108,22 +108,19 @@ class DecodeGraphs:
 
         def layers() -> Tensor:
             if inputs.hidden_TD is None:
-                return self._model.forward(inputs.ids_3T[0], *context)
-            return self._model.guess(inputs.ids_3T[0], inputs.hidden_TD, *context)
+                return self._model.forward(inputs.ids_4T[0], *context)
+            return self._model.guess(inputs.ids_4T[0], inputs.hidden_TD, *context)
 
-        hidden_TD, chosen_T, done = layers().clone(), None, None
+        hidden_TD, chosen_T = layers().clone(), None
         if shape.work != "layers":
-            is_cuda = hidden_TD.is_cuda
-            chosen_T = torch.zeros(shape.tokens, dtype=torch.int64, pin_memory=is_cuda)
-            chosen_T.copy_(self._model.greedy(hidden_TD))
-            done = torch.cuda.Event() if is_cuda else None
+            chosen_T = self._model.greedy(hidden_TD)
 
         def run() -> None:
             hidden_TD.copy_(layers())
             if chosen_T is not None:
-                chosen_T.copy_(self._model.greedy(hidden_TD), non_blocking=True)
+                chosen_T.copy_(self._model.greedy(hidden_TD))
 
-        return Captured(inputs, plan, self._capture(run), hidden_TD, chosen_T, done)
+        return Captured(inputs, plan, self._capture(run), hidden_TD, chosen_T)
 
 
 class CudaCapture:

@@ -107,9 +107,9 @@ class MtpDrafter:
         """The layer's results for the rows of some spans, and the tokens it guesses from them."""
         if self._graphs is not None:
             replayed = self._graphs.guess(next_ids, hidden_ND, spans)
-            if replayed is not None:
+            if replayed is not None and replayed.chosen is not None:
                 # A guess of something that is no number is as wrong as any.
-                return replayed.hidden_TD, [max(0, token) for token in replayed.greedy_ids]
+                return replayed.hidden_TD, [max(0, token) for token in replayed.chosen.ids()]
         batch = attention_batch(spans, 0, self._storage.page_size, self._model.device)
         plan = self._backend.plan(batch)
         ids_N = to_tensor(next_ids, self._model.device)

@@ -16,18 +16,21 @@ from ..configs.logprobs import TokenLogprobs
 from ..configs.sampling import AttentionRule
 from ..kv_cache.storage import CacheStorage
 from .captured_step import Replayed
+from .choosing import Choosing
 from .decode_graphs import DecodeGraphs
 from .deepseek import DeepseekModel
 from .drafter import MtpDrafter
 from .inputs import Span, attention_batch, to_tensor
 from .logprobs import score_tokens
-from .sampler import is_greedy, sample
+from .sampler import choose, sample
 from .sequence import (
     NON_FINITE,
     PROMPT_ROWS_AT_ONCE,
+    Computed,
     SampleInput,
     SequenceInput,
     SequenceOutput,
+    Started,
     num_accepted,
 )
 
@@ -56,11 +59,46 @@ class ModelRunner:
         self.device = storage.latent_LSC.device
         self.drafter = None if model.mtp is None else MtpDrafter(model, backend, storage, graphs)
 
-    def run(self, sequences: Sequence[SequenceInput], num_extends: int) -> list[SequenceOutput]:
-        """Compute one step; `sequences` holds the extends first, then the decodes.
+    def start(
+        self, sequences: Sequence[SequenceInput], num_extends: int, behind: Started | None = None
+    ) -> Started:
+        """Give one step to the device; `sequences` holds the extends first, then the decodes.
 
+        behind: the step before, which led: the sequences follow it. A replayed step whose tokens
+        depend on nothing that the host has to add leads; every other one is computed at once.
         Raises ValueError for a rule of attention where the backend knows none.
         """
+        if not num_extends and self.drafter is None and all(s.is_bare_decode for s in sequences):
+            following = behind if isinstance(behind, Choosing) else None
+            started = self._choose(sequences, following)
+            if started is not None:
+                return started
+        if behind is not None:
+            raise ValueError("the step behind a leading one cannot be replayed")
+        return Computed(self.run(sequences, num_extends))
+
+    @torch.inference_mode()
+    def _choose(
+        self, sequences: Sequence[SequenceInput], behind: Choosing | None
+    ) -> Choosing | None:
+        """Replay decodes and choose their tokens on the device; None where nothing is replayed."""
+        if self.graphs is None:
+            return None
+        spans = [Span(s.context_len, 1, s.pages) for s in sequences]
+        if behind is None:
+            ids = [token for s in sequences for token in s.token_ids]
+        else:
+            ids = behind.rows([s.follows for s in sequences if s.follows is not None])
+        rows = [s.sample for s in sequences if s.sample is not None]
+        replayed = self.graphs.forward(ids, spans, greedy=all(row.is_greedy for row in rows))
+        if replayed is None or replayed.chosen is not None:
+            return replayed and replayed.chosen
+        logits_NV = self.model.logits(replayed.hidden_TD)
+        finite_N = logits_NV.sum(dim=-1).isfinite()
+        return Choosing.of(choose(logits_NV, rows).masked_fill_(~finite_N, -1))
+
+    def run(self, sequences: Sequence[SequenceInput], num_extends: int) -> list[SequenceOutput]:
+        """Compute one step and wait for it; see `start`."""
         rules = {sequence.attention for sequence in sequences}
         if rules == {None}:
             return self._run(sequences, num_extends)
@@ -87,13 +125,13 @@ class ModelRunner:
         token_ids = list(chain.from_iterable(s.token_ids for s in sequences))
         replayed = plan = None
         if self.graphs is not None and not num_extends:
-            greedy = all(s.sample is not None and is_greedy(s.sample) for s in sequences)
+            greedy = all(s.sample is not None and s.sample.is_greedy for s in sequences)
             replayed = self.graphs.forward(token_ids, spans, greedy=greedy)
         if replayed is None:
             plan = self._plan(spans, num_extends)
             ids_T = to_tensor(token_ids, self.device)
             hidden_TD = self.model.forward(ids_T, plan, self.backend, self.storage)
-            replayed = Replayed(hidden_TD, [])
+            replayed = Replayed(hidden_TD, None)
         hidden_TD = replayed.hidden_TD
         ends = list(accumulate(span.num_tokens for span in spans))
         outputs = [SequenceOutput() for _ in sequences]
@@ -131,8 +169,9 @@ class ModelRunner:
             rows.extend(range(end - len(drafts) - 1, end))
         if not chosen:
             return
-        if replayed.greedy_ids:
-            logits_NV, tokens = None, [replayed.greedy_ids[row] for row in rows]
+        if replayed.chosen is not None:
+            greedy_ids = replayed.chosen.ids()
+            logits_NV, tokens = None, [greedy_ids[row] for row in rows]
             finite = [token >= 0 for token in tokens]
         else:
             logits_NV = self.model.logits(replayed.hidden_TD[to_tensor(rows, self.device)])

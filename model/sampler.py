@@ -23,17 +23,23 @@ def uniform(seed: int, position: int) -> float:
 
 def sample(logits_NV: Tensor, inputs: Sequence[SampleInput]) -> list[int]:
     """The next token of each row; logits_NV is fp32 [N, vocabulary] and stays unchanged."""
+    return choose(logits_NV, inputs).tolist()
+
+
+def choose(logits_NV: Tensor, inputs: Sequence[SampleInput]) -> Tensor:
+    """The same, int64 [N] on the device. The host waits for nothing if all rows are bare."""
     adjusted_NV = _adjust(logits_NV, inputs)
-    tokens = adjusted_NV.argmax(dim=-1).tolist()
     drawn = [i for i, row in enumerate(inputs) if row.params.temperature > 0]
+    if len(drawn) == len(inputs):
+        return _draw(adjusted_NV, inputs)
+    tokens_N = adjusted_NV.argmax(dim=-1)
     if drawn:
-        rows = adjusted_NV if len(drawn) == len(inputs) else adjusted_NV[drawn]
-        for i, token in zip(drawn, _draw(rows, [inputs[i] for i in drawn]), strict=True):
-            tokens[i] = token
-    return tokens
+        drawn_N = torch.tensor(drawn).to(logits_NV.device, non_blocking=True)
+        tokens_N[drawn_N] = _draw(adjusted_NV[drawn_N], [inputs[i] for i in drawn])
+    return tokens_N
 
 
-def _draw(logits_NV: Tensor, inputs: Sequence[SampleInput]) -> list[int]:
+def _draw(logits_NV: Tensor, inputs: Sequence[SampleInput]) -> Tensor:
     """Draw by inverse CDF among the ids that the filters keep: a front part of the falling order.
 
     min_p and top_k cut first, top_p cuts what is left after renormalising; ties fall to the lower
@@ -43,7 +49,8 @@ def _draw(logits_NV: Tensor, inputs: Sequence[SampleInput]) -> list[int]:
     params = [row.params for row in inputs]
 
     def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(1)
+        values_N = torch.tensor(values, dtype=torch.float64)
+        return values_N.to(device, non_blocking=True).unsqueeze(1)
 
     scaled_NV = logits_NV.double() / column([p.temperature for p in params])
     sorted_NV, order_NV = scaled_NV.sort(dim=-1, descending=True, stable=True)
@@ -61,36 +68,19 @@ def _draw(logits_NV: Tensor, inputs: Sequence[SampleInput]) -> list[int]:
     draws_N1 = column([uniform(row.params.seed, row.position) for row in inputs])
     ids_N1 = torch.searchsorted(mass_NV, draws_N1 * mass_NV[:, -1:], right=True)
     # Where the product rounds up to the whole mass: the last id that was kept.
-    return ids_N1.minimum(mass_NV.argmax(dim=-1, keepdim=True)).squeeze(1).tolist()
+    return ids_N1.minimum(mass_NV.argmax(dim=-1, keepdim=True)).squeeze(1)
 
 
 def _adjust(logits_NV: Tensor, inputs: Sequence[SampleInput]) -> Tensor:
     """Apply penalties, bias, minimum length, grammar and thinking budget where they are asked."""
     adjusted_NV = logits_NV
     for i, row in enumerate(inputs):
-        if _is_plain(row):
+        if row.is_plain:
             continue
         if adjusted_NV is logits_NV:
             adjusted_NV = logits_NV.clone()
         _adjust_row(adjusted_NV[i], row)
     return adjusted_NV
-
-
-def is_greedy(row: SampleInput) -> bool:
-    """Whether this row, and any behind drafts, takes the token that the head finds likeliest.
-
-    Nothing but that token is asked for, so nobody needs the logits.
-    """
-    p = row.params
-    is_bare = p.temperature == 0 and p.logprobs is None and p.thinking_budget is None
-    return is_bare and _is_plain(row)
-
-
-def _is_plain(row: SampleInput) -> bool:
-    p = row.params
-    penalised = p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0
-    ruled = row.constraint is not None or row.forced_token is not None
-    return not (penalised or p.logit_bias or len(row.output_ids) < p.min_tokens or ruled)
 
 
 def _adjust_row(logits_V: Tensor, row: SampleInput) -> None:

@@ -32,17 +32,19 @@ class SampleInput:
     """What the sampler knows of a request: its settings and the tokens so far.
 
     constraint: asked once the model's work was given to the device, so that both run at once.
+    num_unknown: outputs behind output_ids that only the device knows yet.
     """
 
     params: SamplingParams
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
     constraint: Constraint | None = None
+    num_unknown: int = 0
 
     @property
     def position(self) -> int:
         """Position of the token about to be chosen."""
-        return len(self.prompt_ids) + len(self.output_ids)
+        return len(self.prompt_ids) + len(self.output_ids) + self.num_unknown
 
     def after(self, draft_ids: Sequence[int]) -> "SampleInput":
         """The same request had these tokens been chosen: what its later rows are sampled with."""
@@ -50,6 +52,29 @@ class SampleInput:
             return self
         constraint = None if self.constraint is None else self.constraint.after(draft_ids)
         return SampleInput(self.params, self.prompt_ids, [*self.output_ids, *draft_ids], constraint)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the model's own distribution is what the next token is chosen from."""
+        p = self.params
+        penalised = p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0
+        ruled = self.constraint is not None or self.forced_token is not None
+        return not (penalised or p.logit_bias or len(self.output_ids) < p.min_tokens or ruled)
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether a token is all that is asked for, and which tokens went before never matters."""
+        return (
+            self.params.logprobs is None and self.params.thinking_budget is None and self.is_plain
+        )
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether this row, and any behind drafts, takes the token that the head finds likeliest.
+
+        Nothing but that token is asked for, so nobody needs the logits.
+        """
+        return self.params.temperature == 0 and self.is_bare
 
     @property
     def forced_token(self) -> int | None:
@@ -74,6 +99,8 @@ class SequenceInput:
     following_ids: the known token that follows each row, the sampled ones left out.
     num_prompt_logprobs: alternatives to report beside each of following_ids; None: report nothing.
     attention: what its tokens attend to; None: as the model was made.
+    follows: the place of the same request in the step before, where the only token of this part is
+        what is sampled there; token_ids holds any token instead. None: all tokens are known.
     """
 
     token_ids: Sequence[int]
@@ -85,6 +112,14 @@ class SequenceInput:
     following_ids: Sequence[int] = ()
     num_prompt_logprobs: int | None = None
     attention: AttentionRule | None = None
+    follows: int | None = None
+
+    @property
+    def is_bare_decode(self) -> bool:
+        """Whether a token behind one token is all that is asked for, and the host adds nothing."""
+        is_one = len(self.token_ids) == 1 and not self.num_to_draft
+        is_alone = self.attention is None and self.num_prompt_logprobs is None
+        return is_one and is_alone and self.sample is not None and self.sample.is_bare
 
     @property
     def draft_ids(self) -> Sequence[int]:
@@ -105,6 +140,31 @@ class SequenceOutput:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     draft_ids: list[int] = field(default_factory=list)
     error: str | None = None
+
+
+class Started(Protocol):
+    """A step that was given to the device.
+
+    leads: whether the next step may be started before the tokens of this one are known.
+    """
+
+    @property
+    def leads(self) -> bool: ...
+
+    def outputs(self) -> Sequence[SequenceOutput]:
+        """One for each sequence, in their order; waits for the device."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A step that was over when it had been started."""
+
+    results: Sequence[SequenceOutput]
+    leads: bool = False
+
+    def outputs(self) -> Sequence[SequenceOutput]:
+        return self.results
 
 
 def num_accepted(draft_ids: Sequence[int], sampled_ids: Sequence[int]) -> int:

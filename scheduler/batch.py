@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from .request import Request
+from .request import Request, State
 
 
 class Work(msgspec.Struct, frozen=True, gc=False):
@@ -17,8 +17,9 @@ class Work(msgspec.Struct, frozen=True, gc=False):
 
     `samples` says whether the request's newest token is among them, so that the next one is chosen
     from its logits; `draft_ids`, guesses at the tokens behind it, are then the last ones computed.
-    `num_to_draft` guesses are wanted for the next step. Every token costs one of these, hence the
-    Struct: it is made in half the time of a named tuple.
+    `num_to_draft` guesses are wanted for the next step. `follows`: the place of the request in the
+    step before, whose token, the only one here, need not be known when this is started. Every token
+    costs one of these, hence the Struct: it is made in half the time of a named tuple.
     """
 
     request: Request
@@ -27,6 +28,7 @@ class Work(msgspec.Struct, frozen=True, gc=False):
     samples: bool
     draft_ids: Sequence[int] = ()
     num_to_draft: int = 0
+    follows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,19 @@ class Step:
     def num_tokens(self) -> int:
         return sum(work.num_tokens for work in self.work)
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether any of its requests still runs."""
+        return any(work.request.state is State.RUNNING for work in self.work)
+
+    def of_running(self) -> "Step":
+        """The same without requests that have ended since."""
+        extends, decodes = (
+            [work for work in part if work.request.state is State.RUNNING]
+            for part in (self.work[: self.num_extends], self.work[self.num_extends :])
+        )
+        return Step(extends + decodes, len(extends))
+
     def halves(self) -> list["Step"]:
         """Two steps that do the same together; one of a single work stays as it is."""
         cut, extends = len(self.work) // 2, self.num_extends
@@ -56,3 +71,6 @@ class Step:
 
     def __bool__(self) -> bool:
         return bool(self.work)
+
+
+NOTHING = Step([], 0)

@@ -1,5 +1,7 @@
 """The loop that everything else serves: receive, schedule, launch, commit, send.
 
+Schedule, launch and commit are the pipeline's (`pipeline.py`).
+
 What a failure costs: an exception while a step is computed costs the requests that cannot be
 computed alone either (`recovery.py`); they end with "error" and give their pages back, and the
 others go on. An engine that cannot compute a single token, or whose bookkeeping raises, is broken:
@@ -7,14 +9,13 @@ nothing after that could be trusted.
 """
 
 import logging
-import time
 from collections.abc import Sequence
 from typing import Protocol
 
 from ..model.sequence import SequenceOutput
 from .admission import DuplicateId, Overloaded, Refused
 from .batch import Step
-from .launch import Runner, launch
+from .launch import Runner
 from .messages import (
     Abort,
     Answer,
@@ -31,6 +32,7 @@ from .messages import (
     StopProfile,
     Submit,
 )
+from .pipeline import Pipeline
 from .profiling import Profiler
 from .recovery import recover
 from .scheduler import Scheduler
@@ -77,6 +79,7 @@ class Engine:
         self._watchdog = watchdog
         self._sessions = sessions or Sessions(scheduler.cache, None)
         self._profiler = profiler or Profiler(None)
+        self._pipeline = Pipeline(runner, scheduler, self._recover)
 
     def run(self) -> None:
         """Serve until Shutdown arrives; raises EngineBroken when nothing can be computed."""
@@ -85,10 +88,8 @@ class Engine:
             outputs = self._receive()
             if outputs is None:
                 return
-            step = self._scheduler.schedule()
-            if step:
-                outputs += self._scheduler.commit(step, self._compute(step))
-            self._send(step, outputs)
+            step, computed = self._pipeline.advance()
+            self._send(step, outputs + computed)
 
     def _receive(self) -> list[RequestOutput] | None:
         """Take in commands, waiting only when there is nothing else to do; None for Shutdown."""
@@ -124,15 +125,9 @@ class Engine:
             return RequestOutput(submit.request_id, [], "error", error=str(error), error_kind=kind)
         return None
 
-    def _compute(self, step: Step) -> Sequence[SequenceOutput]:
-        start = time.perf_counter()
-        try:
-            results = launch(self._runner, step)
-        except Exception:
-            _log.exception("a step of %d requests failed", len(step.work))
-            return recover(self._runner, step, self._watchdog.restart)
-        self._scheduler.observe(step, time.perf_counter() - start)
-        return results
+    def _recover(self, step: Step, error: Exception) -> Sequence[SequenceOutput]:
+        _log.error("a step of %d requests failed", len(step.work), exc_info=error)
+        return recover(self._runner, step, self._watchdog.restart)
 
     def _send(self, step: Step, outputs: list[RequestOutput]) -> None:
         stats = self._scheduler.stats()

@@ -3,40 +3,59 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from ..model.sequence import SampleInput, SequenceInput, SequenceOutput
+from ..model.sequence import SampleInput, SequenceInput, SequenceOutput, Started
 from .batch import Step, Work
 
 
 class Runner(Protocol):
-    """Computes one step; `model.runner.ModelRunner`, or a wrapper of it."""
+    """Computes steps; `model.runner.ModelRunner`, or a wrapper of it."""
 
-    def run(
-        self, sequences: Sequence[SequenceInput], num_extends: int
-    ) -> Sequence[SequenceOutput]: ...
+    def start(
+        self, sequences: Sequence[SequenceInput], num_extends: int, behind: Started | None = None
+    ) -> Started:
+        """Give a step to the device; behind: the one before, which leads and is followed."""
+        ...
 
 
-def launch(runner: Runner, step: Step) -> Sequence[SequenceOutput]:
-    """Run one step; returns one output for each of its works, in their order."""
-    outputs = runner.run([_sequence(work) for work in step.work], step.num_extends)
+def start(runner: Runner, step: Step, behind: Started | None = None) -> Started:
+    """Start a step. behind: the one before, where the tokens of `step` are not known yet."""
+    is_ahead = behind is not None
+    sequences = [_sequence(work, is_ahead) for work in step.work]
+    return runner.start(sequences, step.num_extends, behind)
+
+
+def finish(started: Started, step: Step) -> Sequence[SequenceOutput]:
+    """Wait for a step; returns one output for each of its works, in their order."""
+    outputs = started.outputs()
     if len(outputs) != len(step.work):
         raise RuntimeError(f"the runner returned {len(outputs)} outputs for {len(step.work)} works")
     return outputs
 
 
-def _sequence(work: Work) -> SequenceInput:
+def launch(runner: Runner, step: Step) -> Sequence[SequenceOutput]:
+    """Compute one step; returns one output for each of its works, in their order."""
+    return finish(start(runner, step), step)
+
+
+def _sequence(work: Work, is_ahead: bool) -> SequenceInput:
     request, params = work.request, work.request.params
-    start, num_known = work.start, work.num_tokens - len(work.draft_ids)
+    first, num_known = work.start, work.num_tokens - len(work.draft_ids)
     sample = None
     if work.samples:
-        sample = SampleInput(params, request.prompt_ids, request.output_ids, request.matcher)
+        sample = SampleInput(
+            params, request.prompt_ids, request.output_ids, request.matcher, int(is_ahead)
+        )
     return SequenceInput(
-        token_ids=[*request.tokens(start, start + num_known), *work.draft_ids],
-        context_len=start,
+        token_ids=(
+            [0] if is_ahead else [*request.tokens(first, first + num_known), *work.draft_ids]
+        ),
+        context_len=first,
         pages=request.table.pages,
         sample=sample,
         num_drafts=len(work.draft_ids),
         num_to_draft=work.num_to_draft,
-        following_ids=request.tokens(start + 1, start + num_known + 1),
+        following_ids=request.tokens(first + 1, first + num_known + 1),
         num_prompt_logprobs=params.prompt_logprobs if request.wants_prompt_scores else None,
         attention=params.attention,
+        follows=work.follows if is_ahead else None,
     )

@@ -13,7 +13,6 @@ It is the same scheduler over the same runner as behind the HTTP server, in this
 tokens are the same. What is missing is what belongs to the server: chats, stop strings, grammars.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,8 +27,9 @@ from ..configs.engine_info import EngineInfo
 from ..configs.logprobs import TokenLogprobs
 from ..configs.sampling import AttentionRule, SamplingParams
 from ..model.loading import check_start
-from .launch import Runner, launch
+from .launch import Runner
 from .messages import FinishReason, RequestOutput, Submit
+from .pipeline import Pipeline
 from .scheduler import Scheduler
 from .worker import new_scheduler
 
@@ -80,7 +80,7 @@ class OfflineEngine:
         self, runner: Runner, scheduler: Scheduler, info: EngineInfo, text: TextCodec | None = None
     ) -> None:
         """Use `load`."""
-        self._runner = runner
+        self._pipeline = Pipeline(runner, scheduler)
         self._scheduler = scheduler
         self._text = text
         self._names = count()
@@ -161,11 +161,7 @@ class OfflineEngine:
         while waiting or scheduler.has_work:
             while waiting and len(scheduler.running) + len(scheduler.queue) < seats:
                 scheduler.add(waiting.popleft())
-            step = scheduler.schedule()
-            start = time.perf_counter()
-            results = launch(self._runner, step)
-            scheduler.observe(step, time.perf_counter() - start)
-            for output in scheduler.commit(step, results):
+            for output in self._pipeline.advance()[1]:
                 answers[output.request_id].take(output)
 
     def _finished(self, answers: list[Generated]) -> list[Generated]:

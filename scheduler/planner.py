@@ -8,11 +8,15 @@ Three rules make it free of dead-lock:
 - When a decode finds no page, the running request of the last rank gives its own back and is
   computed again later. The one of the first rank is never the victim of another, so it advances.
 - No request may hold more tokens than all pages together, so that one alone always fits.
+
+While the device works on a step of nothing but decodes, the step behind it can be formed already:
+each request brings the one token that is being sampled. Only where that is all there is to do: who
+must give way and who may enter is decided when all tokens are known.
 """
 
 from ..configs.engine import SchedulerConfig
 from ..kv_cache.cache import KvCache
-from .batch import Step, Work
+from .batch import NOTHING, Step, Work
 from .policy import ShortestFirst, rank_of
 from .request import DECODE, EXTEND, Request, State
 from .roster import Roster
@@ -50,12 +54,15 @@ class StepPlanner:
         self._speculation = speculation
         shortest = ShortestFirst(self._chunk).key
         self._order = shortest if config.prefill_order == "shortest" else rank_of
+        # Rows that a request may have room for beyond its tokens, because a step was formed ahead.
+        self.num_ahead = 0
 
     def plan(self) -> Step:
         """The next step: every decode, then prompt chunks as far as the budget goes.
 
         Beside decodes the chunks are bounded further, so that none of them waits for long.
         """
+        self.num_ahead = 0
         decodes = self._decodes()
         widths = [work.num_tokens for work in decodes]
         budget = self._budget - sum(widths)
@@ -65,6 +72,31 @@ class StepPlanner:
             extends += [work for work in decodes if work.num_tokens < width]
             decodes = [work for work in decodes if work.num_tokens == width]
         return Step(extends + decodes, len(extends))
+
+    def plan_behind(self, step: Step) -> Step:
+        """The step after `step`, whose tokens are not known yet; nothing where they have to be.
+
+        A request that ends with its token is in it all the same, unless that is by length: what it
+        computes there is not taken.
+        """
+        running = [work.request for work in step.work if work.request.state is State.RUNNING]
+        if self._speculation.reach or step.num_extends or len(running) < len(self._running):
+            return NOTHING
+        going_on = [
+            (place, work)
+            for place, work in enumerate(step.work)
+            if work.request.state is State.RUNNING
+            and not work.request.ends_with(1, self._max_tokens)
+        ]
+        if self._queue.head() is not None and len(going_on) < self._seats:
+            return NOTHING
+        self.num_ahead, works = 1, []
+        for place, work in going_on:
+            request, start = work.request, work.start + 1
+            if start >= request.table.capacity and not self._cache.grow(request.table, start + 1):
+                return NOTHING
+            works.append(Work(request, start, 1, True, follows=place))
+        return Step(works, 0)
 
     def preempt_last(self) -> Request:
         """Take seat and pages from the running request of the last rank; it is computed again."""

@@ -180,9 +180,12 @@ class Request:
             self.matcher.accept([token_id])
             if self.matcher.is_complete:
                 return "complete"
-        if count >= params.max_tokens or self.num_tokens >= max_tokens:
-            return "length"
-        return None
+        return "length" if self.ends_with(0, max_tokens) else None
+
+    def ends_with(self, count: int, max_tokens: int) -> bool:
+        """Whether it is over by length with `count` more outputs; max_tokens: as in `take`."""
+        num_outputs = len(self.output_ids) + count
+        return num_outputs >= self.params.max_tokens or self.num_tokens + count >= max_tokens
 
     def _move(self, state: State) -> None:
         if (self.state, state) not in _TRANSITIONS:

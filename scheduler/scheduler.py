@@ -92,16 +92,30 @@ class Scheduler:
         self.cache.settle()
         return step
 
+    def schedule_behind(self, step: Step) -> Step:
+        """Form the step after `step` before its tokens are known; false where that cannot be.
+
+        Nothing else is scheduled until `step` was committed. The new step may be dropped.
+        """
+        following = self._planner.plan_behind(step)
+        self.cache.settle()
+        return following
+
     def preempt_last(self) -> Request:
         """Put the running request of the last rank back into the queue, as short pages do."""
         return self._planner.preempt_last()
 
     def commit(self, step: Step, results: Sequence[SequenceOutput]) -> list[RequestOutput]:
-        """Book one result for each work of `step`; returns what there is to send."""
+        """Book one result for each work of `step`; returns what there is to send.
+
+        Results of requests that have ended since the step was formed are dropped.
+        """
         self.counters.num_steps += 1
         outputs, page_size = [], self.cache.page_size
         for work, result in zip(step.work, results, strict=True):
             request, num_drafts = work.request, len(work.draft_ids)
+            if request.state is not State.RUNNING:
+                continue
             if result.error is not None:
                 outputs.append(self._end(request, "error", result.error))
                 continue
@@ -140,7 +154,8 @@ class Scheduler:
             known = request.num_computed if request.phase is Phase.DECODE else request.num_tokens
             tokens = known if request.state is State.RUNNING else 0
             reach = self._speculation.reach
-            most = self.cache.pages_for(tokens + reach + (reach > 0)) if tokens else 0
+            reach = max(reach + (reach > 0), self._planner.num_ahead)
+            most = self.cache.pages_for(tokens + reach) if tokens else 0
             if not self.cache.pages_for(tokens) <= len(request.table.pages) <= most:
                 raise RuntimeError(f"request {request.request_id} holds pages it does not need")
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from canaries import POISON, Canaries, PoisoningPool, digest, digests
 from minidsa.kv_cache.cache import KvCache
 from minidsa.model.sequence import SequenceInput, SequenceOutput, num_accepted
-from minidsa.scheduler.batch import Step
+from minidsa.scheduler.batch import Step, Work
 from minidsa.scheduler.messages import Submit
+from runners import AtOnce
 from scheduler_fakes import Driver, score
 
 VOCAB = 512
@@ -41,7 +42,7 @@ def domain_of(command: Submit) -> Hashable:
 
 
 @dataclass
-class CanaryRunner:
+class CanaryRunner(AtOnce):
     """`owners` are the requests of the coming step, each with the tokens it has by now."""
 
     canaries: Canaries
@@ -141,5 +142,11 @@ class CanaryDriver(Driver):
 
     def _check_step(self, step: Step) -> None:
         super()._check_step(step)
-        names = [work.request.request_id for work in step.work]
-        self.runner.owners = [(domain_of(self.commands[name]), self.tokens(name)) for name in names]
+        self.runner.owners = [self._owner(work) for work in step.work]
+
+    def _owner(self, work: Work) -> tuple[Hashable, list[int]]:
+        name = work.request.request_id
+        tokens = self.tokens(name)
+        if work.follows is not None:
+            tokens.append(choose(digests(tokens)[-1]))
+        return domain_of(self.commands[name]), tokens

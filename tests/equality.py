@@ -40,6 +40,7 @@ def random_settings(rng: random.Random) -> Settings:
         num_drafts=rng.choice([1, 2, 3, 5]),
         reuse=rng.random() < 0.8,
         host_pages=rng.choice([0, 2, 400 // page_size]),
+        leads=rng.random() < 0.5,
     )
 
 
@@ -68,7 +69,7 @@ class Sweep:
     """A checkpoint, and the answers of single requests as far as they were needed.
 
     met: how often what the sweep is about has happened: tokens found in the cache, pages that came
-    back from the host, preemptions.
+    back from the host, preemptions, steps that were started ahead.
     """
 
     folder: Path
@@ -93,6 +94,7 @@ class Sweep:
         self.met["cached tokens"] += stats.num_prefix_hits
         self.met["pages from the host"] += stats.num_host_loads
         self.met["preemptions"] += stats.num_preemptions
+        self.met["steps ahead"] += driver.leading.num_ahead if driver.leading else 0
         return None
 
     def _compare(self, numbers: Sequence[int], found: Answers) -> str | None:

@@ -14,6 +14,7 @@ from minidsa.model.sequence import SampleInput, SequenceInput, SequenceOutput, n
 from minidsa.model.small_tokenizer import build_small_tokenizer
 from minidsa.scheduler.grammar import GrammarCompiler, Matcher
 from minidsa.scheduler.messages import Submit
+from runners import AtOnce
 from tokenizers_small import small_tokenizer
 
 VOCAB = 512
@@ -88,7 +89,7 @@ def walk(matcher: Matcher, seed: int, longest: int = 400) -> tuple[str, bool]:
     return text_of(ids), matcher.is_complete
 
 
-class LegalRunner:
+class LegalRunner(AtOnce):
     """Stands at the place of the model's runner."""
 
     def run(self, sequences: Sequence[SequenceInput], num_extends: int) -> list[SequenceOutput]:

@@ -23,9 +23,10 @@ from minidsa.model.deepseek import DeepseekModel
 from minidsa.model.loader import load_model
 from minidsa.model.runner import ModelRunner
 from minidsa.scheduler.grammar import GrammarCompiler
-from minidsa.scheduler.launch import launch
 from minidsa.scheduler.messages import RequestOutput, Submit, TokenLogprobs
+from minidsa.scheduler.pipeline import Pipeline
 from minidsa.scheduler.speculative import Speculation, new_speculation
+from runners import Leading
 from scheduler_fakes import PreemptingScheduler
 from stepper import new_storage
 
@@ -44,6 +45,7 @@ class Settings:
     max_model_len: int = 512
     reuse: bool = True
     host_pages: int = 0
+    leads: bool = False
 
 
 class NanPool(PagePool):
@@ -111,18 +113,17 @@ class ModelDriver:
             limits, cache, settings.max_model_len, config.vocab_size, speculation, grammars
         )
         self.scheduler.every = settings.preempt_every
+        self.leading = Leading(self.runner) if settings.leads else None
 
     def run(self, submits: Sequence[Submit], arrive: Mapping[int, int] | None = None) -> "Answers":
         """Serve all requests; arrive: the step at which request i comes, 0 if not given."""
         answers = Answers()
         waiting = sorted(enumerate(submits), key=lambda item: (arrive or {}).get(item[0], 0))
-        steps = 0
+        steps, pipeline = 0, Pipeline(self.leading or self.runner, self.scheduler)
         while waiting or self.scheduler.has_work:
             while waiting and (arrive or {}).get(waiting[0][0], 0) <= steps:
                 self.scheduler.add(waiting.pop(0)[1])
-            step = self.scheduler.schedule()
-            if step:
-                answers.take(self.scheduler.commit(step, launch(self.runner, step)))
+            answers.take(pipeline.advance()[1])
             self.scheduler.check()
             steps += 1
         self.scheduler.check_idle()

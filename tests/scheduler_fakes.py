@@ -20,11 +20,12 @@ from minidsa.kv_cache.cache import KvCache
 from minidsa.kv_cache.pool import PagePool
 from minidsa.model.sequence import NON_FINITE, SequenceInput, SequenceOutput, num_accepted
 from minidsa.scheduler.batch import Step
-from minidsa.scheduler.launch import launch
 from minidsa.scheduler.messages import Handling, RequestOutput, Submit
+from minidsa.scheduler.pipeline import Pipeline
 from minidsa.scheduler.scheduler import Scheduler
 from minidsa.scheduler.speculative import Speculation
 from minidsa.scheduler.worker import serve
+from runners import AtOnce, Leading
 
 VOCAB = 512
 POISON = -1  # what a slot holds when nobody may read it
@@ -81,7 +82,7 @@ class PoisoningPool(PagePool):
         self._slots[start : start + self._page_size] = [POISON] * self._page_size
 
 
-class FakeRunner:
+class FakeRunner(AtOnce):
     """Stores token ids where a model stores rows, and refuses to read what was never written."""
 
     def __init__(
@@ -165,16 +166,32 @@ class FakeRunner:
 
 
 class PreemptingScheduler(Scheduler):
-    """Throws the youngest request out every `every` steps, whether pages are short or not."""
+    """Throws the youngest request out every `every` steps, whether pages are short or not.
+
+    watch: shown every step before it is started.
+    """
 
     every = 0
     _turns = 0
+    watch: Callable[[Step], None] | None = None
 
     def schedule(self) -> Step:
         self._turns += 1
         if self.every and self._turns % self.every == 0 and self.running:
             self.preempt_last()
-        return super().schedule()
+        return self._show(super().schedule())
+
+    def schedule_behind(self, step: Step) -> Step:
+        if self.every and (self._turns + 1) % self.every == 0:
+            return Step([], 0)
+        following = super().schedule_behind(step)
+        self._turns += bool(following)
+        return self._show(following)
+
+    def _show(self, step: Step) -> Step:
+        if self.watch is not None:
+            self.watch(step)
+        return step
 
 
 def submit(
@@ -255,7 +272,10 @@ class FakeStart:
 
 
 class Driver:
-    """Runs a scheduler on a fake runner step by step, checks the books after each, keeps the ids"""
+    """Runs a scheduler on a fake runner step by step, checks the books after each, keeps the ids
+
+    leads: decodes are started before the tokens in front of them are booked.
+    """
 
     def __init__(
         self,
@@ -272,6 +292,7 @@ class Driver:
         cache: KvCache | None = None,
         speculation: Speculation | None = None,
         reuse: bool = True,
+        leads: bool = False,
         clock: Callable[[], float] = time.monotonic,
         **scheduling: Any,
     ) -> None:
@@ -283,6 +304,9 @@ class Driver:
             config, cache or self.runner.cache(), max_model_len, VOCAB, speculation, clock=clock
         )
         self.scheduler.every = preempt_every
+        self.scheduler.watch = self._check_step
+        self.leading = Leading(self.runner) if leads else None
+        self.pipeline = Pipeline(self.leading or self.runner, self.scheduler)
         self.budget, self.seats, self.queue = budget, seats, queue
         self.ids: dict[str, list[int]] = {}
         self.ends: dict[str, RequestOutput] = {}
@@ -294,10 +318,8 @@ class Driver:
             self.ids[command.request_id] = []
 
     def step(self) -> Step:
-        step = self.scheduler.schedule()
-        self._check_step(step)
-        if step:
-            self.take(self.scheduler.commit(step, launch(self.runner, step)))
+        step, outputs = self.pipeline.advance()
+        self.take(outputs)
         self.scheduler.check()
         return step
 

@@ -25,7 +25,13 @@ from minidsa.model.inputs import Span, attention_batch, to_tensor
 from minidsa.model.loader import load_model
 from minidsa.model.make_checkpoint import write_checkpoint
 from minidsa.model.runner import ModelRunner
-from minidsa.model.sequence import NON_FINITE, SampleInput, SequenceInput
+from minidsa.model.sequence import (
+    NON_FINITE,
+    SampleInput,
+    SequenceInput,
+    SequenceOutput,
+    Started,
+)
 from minidsa.model.step_memory import LARGEST_REPLAYED
 from stepper import new_storage
 
@@ -174,6 +180,78 @@ def test_a_runner_says_the_same_tokens_with_graphs(temperature):
     assert eager == replayed
     work = "layers" if temperature else "greedy"
     assert {shape.work for shape in bed.graphs.shapes} == {work}
+
+
+def speak_ahead(bed: Bed, runner: ModelRunner, params: Sequence[SamplingParams]) -> list[list[int]]:
+    """Three tokens of every request but the first, which leaves after two; each step is started
+    before the tokens of the step in front of it are asked for."""
+    said: list[list[int]] = [[] for _ in bed.pages]
+    steps = [list(range(len(said)))] * 2 + [list(range(1, len(said)))]
+    under_way = None
+    for i, requests in enumerate(steps):
+        inputs = [
+            SequenceInput(
+                [5 + r] if under_way is None else [0],
+                bed.lengths[r] + i,
+                bed.pages[r],
+                SampleInput(params[r], [1], said[r], num_unknown=i - len(said[r])),
+                follows=None if under_way is None else steps[i - 1].index(r),
+            )
+            for r in requests
+        ]
+        started = runner.start(inputs, 0, under_way)
+        assert started.leads
+        take(said, steps[i - 1], under_way)
+        under_way = started
+    take(said, steps[-1], under_way)
+    return said
+
+
+def take(said: list[list[int]], requests: Sequence[int], started: Started | None) -> None:
+    for request, output in zip(requests, started.outputs() if started else (), strict=False):
+        said[request] += output.token_ids
+
+
+@pytest.mark.parametrize("temperatures", [(0.0, 0.0), (0.8, 0.8), (0.0, 0.8)])
+def test_a_step_started_ahead_says_the_same_tokens(temperatures):
+    bed = Bed([4, 18])
+    params = [SamplingParams(max_tokens=9, seed=3, temperature=t) for t in temperatures]
+    eager, replaying = runners_of(bed)
+    expected = [
+        [output.token_ids[0] for output in outputs] for outputs in steps_of(bed, eager, params)
+    ]
+    assert speak_ahead(bed, replaying, params) == [
+        [step[0] for step in expected[:2]],
+        [step[1] for step in expected],
+    ]
+
+
+def steps_of(
+    bed: Bed, runner: ModelRunner, params: Sequence[SamplingParams]
+) -> list[list[SequenceOutput]]:
+    """Three steps of all requests, one after the other."""
+    said, steps = [[5 + r] for r in range(len(bed.pages))], []
+    for i in range(3):
+        inputs = [
+            SequenceInput(
+                said[r][-1:], bed.lengths[r] + i, bed.pages[r], SampleInput(p, [1], said[r][1:])
+            )
+            for r, p in enumerate(params)
+        ]
+        steps.append(runner.run(inputs, 0))
+        for tokens, output in zip(said, steps[-1], strict=True):
+            tokens += output.token_ids
+    return steps
+
+
+def test_a_step_behind_one_that_cannot_be_followed_is_refused():
+    bed = Bed([4])
+    eager, replaying = runners_of(bed)
+    row = SampleInput(SamplingParams(max_tokens=9, seed=0, temperature=0.0, logprobs=0), [1], [])
+    led = replaying.start([SequenceInput([5], 4, bed.pages[0], SampleInput(GREEDY, [1], []))], 0)
+    with pytest.raises(ValueError, match="cannot be replayed"):
+        replaying.start([SequenceInput([0], 5, bed.pages[0], row, follows=0)], 0, led)
+    assert not eager.start([SequenceInput([5], 4, bed.pages[0], row)], 0).leads
 
 
 def test_guesses_are_replayed_as_well():

@@ -1,0 +1,123 @@
+"""Steps that are started before the tokens in front of them are known: every request says the same.
+
+`Leading` stands for the device. That nothing else changes under any order of events is what
+`test_scheduler_machine.py` and `test_equality.py` show, which run ahead in half of their histories.
+"""
+
+import pytest
+
+from minidsa.model.sequence import NON_FINITE
+from minidsa.scheduler.engine import Engine
+from minidsa.scheduler.messages import Abort
+from minidsa.scheduler.speculative import new_speculation
+from scheduler_fakes import Driver, Plan, expected, submit
+from scripted_link import CountingWatchdog, ScriptedLink
+
+
+def serve(turns, plan=None, **settings):
+    """An engine that ran to its end, its link and its driver."""
+    driver = Driver(plan=plan, leads=True, **settings)
+    link = ScriptedLink(turns)
+    Engine(driver.leading, driver.scheduler, link, CountingWatchdog()).run()
+    driver.scheduler.check_idle()
+    return link, driver
+
+
+def test_decodes_are_started_ahead_and_say_the_same():
+    driver = Driver(leads=True)
+    driver.add(*(submit(f"r{i}", [i, 7, i], 10 + i) for i in range(4)))
+    driver.run()
+    for i in range(4):
+        assert driver.ids[f"r{i}"] == expected([i, 7, i], 10 + i)
+        assert driver.ends[f"r{i}"].finish_reason == "length"
+    # A prompt's token is waited for, and so is the first decode; every other step is ahead.
+    assert driver.leading.num_ahead == driver.runner.num_steps - 2
+    # Known lengths cost no step too many.
+    assert driver.runner.num_steps == 13
+
+
+def test_what_is_computed_behind_a_stop_is_dropped():
+    prompt = [3, 1, 4]
+    ids = expected(prompt, 12)
+    driver = Driver(leads=True)
+    driver.add(submit("stops", prompt, 40, stop_token_ids=[ids[5]]), submit("mate", [9], 12))
+    driver.run()
+    assert driver.ids["stops"] == ids[: ids.index(ids[5]) + 1]
+    assert driver.ends["stops"].finish_reason == "stop"
+    assert driver.ids["mate"] == expected([9], 12)
+
+
+def test_who_waits_enters_as_soon_as_a_seat_is_free():
+    driver = Driver(leads=True, seats=1)
+    driver.add(submit("a", [1], 5), submit("b", [2], 5))
+    assert driver.run() == 10
+    assert driver.ids["b"] == expected([2], 5)
+
+
+def test_a_newcomer_is_not_held_up():
+    """One step is under way when it comes; the next brings its prompt."""
+    link, driver = serve([[submit("a", [1, 2], 30)], [], [], [submit("b", [3] * 9, 4)]])
+    assert link.ids("a") == expected([1, 2], 30)
+    assert link.ids("b") == expected([3] * 9, 4)
+    prompts = [i for i, lengths in enumerate(driver.runner.batches) if 9 in lengths]
+    assert prompts == [4]
+
+
+def test_pages_are_free_within_two_steps_of_an_abort():
+    link, driver = serve([[submit("a", [1, 2], 90)], [], [], [Abort("a")]])
+    assert link.ends()["a"].finish_reason == "abort"
+    assert driver.runner.num_steps <= 5
+    stats = link.events[-1].stats
+    assert stats.num_free_pages == stats.num_pages
+
+
+@pytest.mark.parametrize("step", range(1, 12))
+def test_a_step_that_fails_takes_the_one_behind_it_along(step, caplog):
+    first = [submit(f"r{i}", [i, i + 1, i + 2], 20) for i in range(3)]
+    link, driver = serve([first], Plan(fail_steps=frozenset({step})))
+    for command in first:
+        assert link.ids(command.request_id) == expected(command.prompt_ids, 20)
+    assert f"planned failure of step {step}" in caplog.text
+    assert driver.leading.num_ahead > 10
+
+
+def test_the_row_behind_no_number_is_never_taken():
+    prompt = [5, 6]
+    poison = expected(prompt, 4)[3]
+    driver = Driver(leads=True, plan=Plan(poison_token=poison))
+    driver.add(submit("bad", prompt, 30), submit("good", [1], 12))
+    driver.run()
+    assert driver.ends["bad"].error == NON_FINITE
+    assert driver.ids["good"] == expected([1], 12)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"logprobs": 2}, {"repetition_penalty": 1.5}, {"min_tokens": 20}, {"logit_bias": {1: 2.0}}],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_steps_that_need_the_host_are_not_ahead(asked):
+    driver = Driver(leads=True)
+    driver.add(submit("a", [1], 12), submit("needy", [2], 12, **asked))
+    driver.run()
+    assert driver.ids["a"] == expected([1], 12)
+    assert driver.leading.num_ahead == 0
+
+
+def test_drafts_are_not_ahead():
+    driver = Driver(leads=True, speculation=new_speculation("ngram", 2))
+    driver.add(submit("a", [1, 2, 1, 2, 1], 12))
+    driver.run()
+    assert driver.ids["a"] == expected([1, 2, 1, 2, 1], 12)
+    assert driver.leading.num_ahead == 0
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_short_pages_preempt_as_before(page_size):
+    driver = Driver(leads=True, pages=40 // page_size, page_size=page_size)
+    driver.add(*(submit(f"r{i}", [i] * 8, 20) for i in range(3)))
+    driver.run()
+    for i in range(3):
+        assert driver.ids[f"r{i}"] == expected([i] * 8, 20)
+    assert driver.scheduler.stats().num_preemptions > 0
+    assert driver.leading.num_ahead > 0
