@@ -4,10 +4,16 @@
 
 One dense layer and as many of experts as asked for, all 256 of them, with random fp8 weights made
 on the device, so that routing is spread. A step is what the server computes: `ModelRunner.run` with
-greedy sampling, from host lists to host tokens. Steps are replayed as CUDA graphs and, where
-`--eager` says so, launched one operation after the other; `--profile` adds where the time of a step
-goes (`step_split.py`). Each context holds rows of its own: one
-prompt is computed, and its rows are copied to the pages of the other requests.
+greedy sampling, from host lists to host tokens. Steps are replayed as CUDA graphs; "ms" is the time
+from one to the next where each is started before the tokens in front of it are waited for, as the
+server does, "alone_ms" that of a step which is waited for. Where `--eager` says so they are
+launched one operation after the other, too; `--profile` adds where the time of a step goes
+(`step_split.py`). Each context holds rows of its own: one prompt is computed, and its rows are
+copied to the pages of the other requests.
+
+A step that verifies drafts is timed beside a plain one, both waited for; "gain" is what it brings
+by the chance that a draft is accepted: tokens a step over what the longer step costs. The routing
+of random tokens has nothing in common, so that drafts read experts of their own.
 
 The floor of a step is the bytes it must read: weights of the experts that are hit, and cached rows.
 """
@@ -18,6 +24,7 @@ import time
 from collections.abc import Callable
 from datetime import date
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -30,6 +37,7 @@ from minidsa.attention.registry import choose
 from minidsa.configs.sampling import SamplingParams
 from minidsa.kv_cache.storage import CacheStorage
 from minidsa.model.captured_step import Run
+from minidsa.model.choosing import Choosing
 from minidsa.model.config import parse_config
 from minidsa.model.decode_graphs import CudaCapture, DecodeGraphs
 from minidsa.model.deepseek import DeepseekModel
@@ -54,6 +62,8 @@ V32 = {
     },
 }
 GREEDY = SamplingParams(max_tokens=9, seed=0, temperature=0.0)
+CHANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+VERIFIES = [(1, 2048, 3), (8, 2048, 3)]
 DECODES = [(1, 2048), (1, 30720), (16, 8192), (64, 4096), (64, 16384), (64, 32768)]
 
 
@@ -120,7 +130,12 @@ class Slice:
         return [list(range(1 + r * each, 1 + (r + 1) * each)) for r in range(requests)]
 
     def step_ms(
-        self, runner: ModelRunner, pages: list[list[int]], length: int, steps: int = 12
+        self,
+        runner: ModelRunner,
+        pages: list[list[int]],
+        length: int,
+        steps: int = 12,
+        num_drafts: int = 0,
     ) -> tuple[float, float]:
         """Medians of decode steps at one length; the first two are not counted.
 
@@ -128,7 +143,7 @@ class Slice:
         """
         times, replays = [], []
         for step in range(steps + 2):
-            inputs = self._inputs(pages, length)
+            inputs = self._inputs(pages, length, num_drafts)
             torch.cuda.synchronize()
             began = time.perf_counter()
             runner.run(inputs, 0)
@@ -136,6 +151,30 @@ class Slice:
                 times.append(time.perf_counter() - began)
                 replays.append(self.capture.start.elapsed_time(self.capture.stop))
         return median(times) * 1e3, median(replays)
+
+    def ahead_ms(self, pages: list[list[int]], length: int, steps: int = 24) -> float:
+        """Median from one replayed step to the next, each started ahead; the first are not counted.
+
+        What a step follows are random tokens that lie on the device: those of a random model would
+        soon be the same for all requests.
+        """
+        shape = (steps + 4, len(pages))
+        given = [Choosing.of(ids) for ids in torch.randint(self.vocab_size, shape, device=DEVICE)]
+        before, ends = None, []
+        for chosen in given:
+            inputs = [
+                SequenceInput(
+                    [0], length - 1, own, SampleInput(GREEDY, [1], [], None, 1), follows=i
+                )
+                for i, own in enumerate(pages)
+            ]
+            started = self.replaying.start(inputs, 0, chosen)
+            if before is not None:
+                before.outputs()
+                ends.append(time.perf_counter())
+            before = started
+        torch.cuda.synchronize()
+        return median(b - a for a, b in pairwise(ends[2:])) * 1e3
 
     def mixed_ms(self, pages: list[list[int]], length: int, chunk: int, steps: int = 12) -> float:
         """Median of eager steps of one decode a request and so many tokens of a prompt.
@@ -163,20 +202,23 @@ class Slice:
         """Where the time of a prompt of one chunk goes."""
         return split([trace(partial(self.prompt, CHUNK))])
 
-    def _inputs(self, pages: list[list[int]], length: int) -> list[SequenceInput]:
-        """A step of one new token a request."""
-        ids = torch.randint(self.vocab_size, (len(pages),)).tolist()
+    def _inputs(
+        self, pages: list[list[int]], length: int, num_drafts: int = 0
+    ) -> list[SequenceInput]:
+        """A step of one new token a request, and drafts behind it."""
+        width = 1 + num_drafts
+        ids = torch.randint(self.vocab_size, (len(pages), width)).tolist()
         return [
-            SequenceInput([token], length - 1, own, SampleInput(GREEDY, [1], []))
-            for token, own in zip(ids, pages, strict=True)
+            SequenceInput(tokens, length - width, own, SampleInput(GREEDY, [1], []), num_drafts)
+            for tokens, own in zip(ids, pages, strict=True)
         ]
 
 
-def floor_ms(layers: int, requests: int, length: int, row_bytes: int) -> float:
-    """Weights that a step reads once, and the rows of every request."""
+def floor_ms(layers: int, requests: int, length: int, row_bytes: int, width: int = 1) -> float:
+    """Weights that a step of `width` tokens a request reads once, and the rows of every request."""
     attention = 7168 * (1536 + 576 + 128) * 2 + 24576 * 1536 + 7168 * 16384
     attention += 128 * 256 * 512 * 2 + 64 * 128 * 1536 * 2
-    hit = 256 * (1 - (1 - 8 / 256) ** requests) + 1
+    hit = 256 * (1 - (1 - 8 / 256) ** (requests * width)) + 1
     experts = hit * 3 * 2048 * 7168 + 256 * 7168 * 4
     weights = layers * attention + 3 * 18432 * 7168 + (layers - 1) * experts + 129280 * 7168 * 2
     read = min(length, 2048) * row_bytes + length * 132
@@ -200,13 +242,43 @@ def measure(args: argparse.Namespace, save: Callable[[dict], None]) -> None:
         row = {"requests": requests, "context": length}
         free = torch.cuda.mem_get_info()[0]
         times = work.step_ms(work.replaying, pages, length)
-        row["ms"], row["replay_ms"] = (round(ms, 3) for ms in times)
+        row["ms"] = round(work.ahead_ms(pages, length), 3)
+        row["alone_ms"], row["replay_ms"] = (round(ms, 3) for ms in times)
         # The graph of this shape, its inputs, and what the pool of all graphs grew by.
         row["graph_mib"] = round((free - torch.cuda.mem_get_info()[0]) / 2**20, 1)
         if requests in args.eager:
             row["eager_ms"] = round(work.step_ms(work.eager, pages, length)[0], 3)
         row["floor_ms"] = round(floor_ms(args.layers, requests, length, args.row_bytes), 3)
         save(row | profiled(partial(work.step_split, pages, length), args.profile))
+    for requests, length, num_drafts in VERIFIES:
+        save(verified(work, args, requests, length, num_drafts))
+
+
+def verified(
+    work: Slice, args: argparse.Namespace, requests: int, length: int, num_drafts: int
+) -> dict:
+    """A step with drafts beside one without."""
+    pages = work.spread(requests, length)
+    floors = [
+        floor_ms(args.layers, requests, length, args.row_bytes, n + 1) for n in (0, num_drafts)
+    ]
+    plain, drafted = (
+        work.step_ms(work.replaying, pages, length, num_drafts=n)[0] for n in (0, num_drafts)
+    )
+    gains = {
+        str(chance): round(sum(chance**i for i in range(num_drafts + 1)) * plain / drafted, 2)
+        for chance in CHANCES
+    }
+    return {
+        "requests": requests,
+        "context": length,
+        "drafts": num_drafts,
+        "alone_ms": round(drafted, 3),
+        "plain_ms": round(plain, 3),
+        "cost": round(drafted / plain, 3),
+        "floor_cost": round(floors[1] / floors[0], 3),
+        "gain": gains,
+    }
 
 
 def profiled(measure_split: Callable[[], Split], wanted: bool) -> dict:

@@ -23,8 +23,9 @@ Run = Callable[[], None]
 # The tokens of a step: known ones, or those of the step before, which are on the device.
 Tokens = Sequence[int] | Followed
 
-# The layers; the layers and the likeliest token of each row; the same of the layer that guesses.
-Work = Literal["layers", "greedy", "guess"]
+# The layers; the layers and the likeliest token of each row; the same of the layer that guesses;
+# nothing but that layer's rows.
+Work = Literal["layers", "greedy", "guess", "rows"]
 
 
 class Shape(NamedTuple):
@@ -76,7 +77,7 @@ class StepInputs:
         host_4T[2] = torch.arange(shape.tokens) % storage.page_size
         table = (shape.requests, shape.pages)
         hidden_TD = None
-        if shape.work == "guess":
+        if shape.work in ("guess", "rows"):
             size = (shape.tokens, hidden_size)
             hidden_TD = torch.zeros(size, dtype=storage.dtype, device=device)
         return cls(

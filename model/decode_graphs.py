@@ -8,7 +8,9 @@ to step lies in tensors that keep their place (`captured_step.py`), and in the b
 is refreshed in place. A padding request sees nothing and writes to page 0.
 
 Where all requests are greedy the choice of tokens is a part of the graph; where logits are needed
-they are made from the hidden states behind it. A guess of the MTP layer is a graph of its own.
+they are made from the hidden states behind it. A guess of the MTP layer is a graph of its own, and
+so is what is left of it where nobody wants a draft: its rows. Of more shapes than the memory plan
+counts with, the one that was used longest ago is forgotten.
 
 Nothing here decides by data on the device; a step that no graph suits runs eagerly.
 """
@@ -24,7 +26,7 @@ from ..kv_cache.storage import CacheStorage
 from .captured_step import Captured, Replayed, Run, Shape, StepInputs, Tokens, Work, step_batch
 from .deepseek import DeepseekModel
 from .inputs import Span
-from .step_memory import LARGEST_REPLAYED
+from .step_memory import LARGEST_REPLAYED, MOST_SHAPES
 
 SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, LARGEST_REPLAYED + 1, 16))
 
@@ -53,7 +55,7 @@ class DecodeGraphs:
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """What was captured, in the order of first use."""
+        """What is captured, in the order of last use."""
         return tuple(self._captured)
 
     def forward(
@@ -71,15 +73,23 @@ class DecodeGraphs:
         """What the MTP layer makes of hidden states and the tokens behind them, and its guesses."""
         return self._run(next_ids, spans, "guess", hidden_TD)
 
+    def write_guess_rows(
+        self, next_ids: Sequence[int], hidden_TD: Tensor, spans: Sequence[Span]
+    ) -> bool:
+        """Write the rows of a guess without its results; False where that is to be done eagerly."""
+        return self._run(next_ids, spans, "rows", hidden_TD) is not None
+
     def _run(
         self, tokens: Tokens, spans: Sequence[Span], work: Work, hidden_TD: Tensor | None
     ) -> Replayed | None:
         if len(spans) > LARGEST_REPLAYED:
             return None
         shape = self._shape(spans, work)
-        captured = self._captured.get(shape)
-        if captured is None:
-            captured = self._captured[shape] = self._new(shape, spans)
+        captured = self._captured.pop(shape, None) or self._new(shape, spans)
+        while len(self._captured) >= MOST_SHAPES:
+            # A graph that is still being replayed is taken down when it is done.
+            del self._captured[next(iter(self._captured))]
+        self._captured[shape] = captured
         captured.inputs.write(tokens, spans, self._storage.page_size)
         if hidden_TD is not None:
             captured.inputs.write_hidden(hidden_TD)
@@ -109,10 +119,13 @@ class DecodeGraphs:
         def layers() -> Tensor:
             if inputs.hidden_TD is None:
                 return self._model.forward(inputs.ids_4T[0], *context)
-            return self._model.guess(inputs.ids_4T[0], inputs.hidden_TD, *context)
+            if shape.work == "guess":
+                return self._model.guess(inputs.ids_4T[0], inputs.hidden_TD, *context)
+            self._model.write_guess_rows(inputs.ids_4T[0], inputs.hidden_TD, *context)
+            return inputs.hidden_TD
 
         hidden_TD, chosen_T = layers().clone(), None
-        if shape.work != "layers":
+        if shape.work in ("greedy", "guess"):
             chosen_T = self._model.greedy(hidden_TD)
 
         def run() -> None:

@@ -56,13 +56,16 @@ class MtpDrafter:
         """
         following = list(chain.from_iterable(map(_following, sequences, outputs)))
         chunks, guessed = False, []
+        is_wanted = any(sequence.num_to_draft for sequence in sequences)
         if plan is None:
             spans = [Span(s.context_len, len(s.token_ids), s.pages) for s in sequences]
+            if not is_wanted and self._write_rows(following, hidden_TD, spans):
+                return
             hidden_TD, guessed = self._guess(following, hidden_TD, spans)
         else:
             next_ids_T = to_tensor(following, self._model.device)
             chunks, context = plan.batch.num_extends > 0, (plan, self._backend, self._storage)
-            if chunks or not any(sequence.num_to_draft for sequence in sequences):
+            if chunks or not is_wanted:
                 self._model.write_guess_rows(next_ids_T, hidden_TD, *context)
             else:
                 hidden_TD = self._model.guess(next_ids_T, hidden_TD, *context)
@@ -115,6 +118,12 @@ class MtpDrafter:
         ids_N = to_tensor(next_ids, self._model.device)
         hidden_ND = self._model.guess(ids_N, hidden_ND, plan, self._backend, self._storage)
         return hidden_ND, self._choose(hidden_ND)
+
+    def _write_rows(
+        self, next_ids: Sequence[int], hidden_TD: Tensor, spans: Sequence[Span]
+    ) -> bool:
+        graphs = self._graphs
+        return graphs is not None and graphs.write_guess_rows(next_ids, hidden_TD, spans)
 
     def _choose(self, hidden_ND: Tensor) -> list[int]:
         return self._model.logits(hidden_ND).argmax(dim=-1).tolist()

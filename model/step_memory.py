@@ -16,8 +16,8 @@ LARGEST_REPLAYED = 256
 # Launches of a layer, and what a graph keeps of each of them beside tensors.
 LAUNCHES_A_LAYER = 32
 LAUNCH_BYTES = 4 << 10
-# Shapes that come up while a batch fills: its sizes, times a few lengths of block tables.
-SHAPES = 40 * 3
+# Graphs that are kept: the sizes of a batch that fills, times a few lengths of block tables.
+MOST_SHAPES = 40 * 3
 # A row is sampled in fp64: scaled, sorted, its order, probabilities, their sums, and fp32 logits.
 SAMPLER_BYTES = 64
 
@@ -53,7 +53,7 @@ def graph_bytes(config: ModelConfig, requests: int, width: int, item_size: int) 
     own = (
         LAUNCHES_A_LAYER * config.num_layers * LAUNCH_BYTES + rows * config.hidden_size * item_size
     )
-    return pool + SHAPES * own
+    return pool + MOST_SHAPES * own
 
 
 def logits_bytes(config: ModelConfig, rows: int, item_size: int) -> int:

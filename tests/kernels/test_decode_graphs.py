@@ -18,6 +18,7 @@ from minidsa.attention.dense.triton import TritonDenseBackend
 from minidsa.attention.sparse.dsa import DsaBackend
 from minidsa.configs.sampling import SamplingParams
 from minidsa.kv_cache.storage import CacheStorage
+from minidsa.model import decode_graphs
 from minidsa.model.captured_step import Run
 from minidsa.model.checkpoint import read_config
 from minidsa.model.decode_graphs import SIZES, DecodeGraphs
@@ -263,6 +264,23 @@ def test_guesses_are_replayed_as_well():
     # The first step brings one token a request, the second verifies two drafts; a guess goes on.
     kinds = {(shape.work, shape.width) for shape in bed.graphs.shapes}
     assert kinds == {("greedy", 1), ("guess", 1), ("greedy", 3), ("guess", 3)}
+
+
+def test_where_nobody_drafts_only_the_rows_of_guesses_are_replayed():
+    bed = Bed([4, 18], guesses=True)
+    for runner in runners_of(bed):
+        speak(bed, runner, GREEDY, steps=3)
+    assert {shape.work for shape in bed.graphs.shapes} == {"greedy", "rows"}
+    bed.check_rows()
+
+
+def test_the_shape_used_longest_ago_is_forgotten(monkeypatch):
+    monkeypatch.setattr(decode_graphs, "MOST_SHAPES", 2)
+    bed = Bed([13, 30, 5])
+    for requests in ([0, 1, 2], [1], [0, 1, 2], [0, 1]):
+        bed.step(requests)
+    bed.check_rows()
+    assert [shape.requests for shape in bed.graphs.shapes] == [4, 2]
 
 
 def test_a_request_whose_logits_are_no_numbers_fails_alone():
