@@ -14,6 +14,7 @@ rows the launch.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
@@ -38,6 +39,14 @@ class Fp8Rows:
         values_TD = torch.empty(tokens, width, dtype=FP8, device=device)
         scales_GT = torch.empty(width // GROUP, tokens, dtype=torch.float32, device=device)
         return cls(values_TD, scales_GT)
+
+    def padded(self, multiple: int) -> "Fp8Rows":
+        """With rows of zeros behind them, to a multiple of so many."""
+        missing = -len(self.values_TD) % multiple
+        if not missing:
+            return self
+        raw_TD = F.pad(self.values_TD.view(torch.uint8), (0, 0, 0, missing))
+        return Fp8Rows(raw_TD.view(FP8), F.pad(self.scales_GT, (0, missing)))
 
     def plain(self) -> Tensor:
         """The numbers themselves, fp32 [T, D]."""

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # cuBLAS takes no fewer rows than this, and is slower up to it.
 MOST_ROWS = 64
+# It reads so many scales at a time, of weights and of rows, and refuses rows that are no multiple.
+SCALES_AT_ONCE = 4
 FP8_CAPABILITY = (8, 9)
 
 
@@ -37,8 +39,8 @@ class Fp8Linear:
     def __init__(self, rows: int, columns: int, device: torch.device) -> None:
         self.weight_ED = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=device)
         blocks, width = scale_shape((rows, columns))
-        # cuBLAS reads four scales at once.
-        self._padded = torch.zeros(blocks, -(-width // 4) * 4, device=device)
+        padded = -(-width // SCALES_AT_ONCE) * SCALES_AT_ONCE
+        self._padded = torch.zeros(blocks, padded, device=device)
         self.scales = self._padded[:, :width]
 
     def __call__(self, x_TD: Tensor) -> Tensor:
@@ -60,7 +62,8 @@ class Fp8Linear:
             return fp8_linear(x, self.weight_ED, self.scales, dtype)
         kind: Any = F.ScalingType  # pyright: ignore[reportPrivateImportUsage]
         multiply: Any = F.scaled_mm
-        return multiply(
+        tokens, x = len(x.values_TD), x.padded(SCALES_AT_ONCE)
+        product_TE: Tensor = multiply(
             x.values_TD,
             self.weight_ED.t(),
             x.scales_GT.t(),
@@ -69,6 +72,7 @@ class Fp8Linear:
             kind.BlockWise128x128,
             output_dtype=dtype,
         )
+        return product_TE[:tokens]
 
     def pack(self) -> None:
         """Nothing to do: the layout of the checkpoint is the one that is multiplied."""

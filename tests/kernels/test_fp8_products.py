@@ -16,6 +16,7 @@ from minidsa.model.kernels.fp8_experts import (
 from minidsa.model.kernels.fp8_hopper import hopper_experts, hopper_linear
 from minidsa.model.kernels.fp8_linear import ProductTiling, fp8_linear
 from minidsa.model.kernels.fp8_rows import Fp8Rows, quantise_rows
+from minidsa.model.layers.fp8 import Fp8Linear
 
 # fp16 where kernels are interpreted: the interpreter's bf16 is not to be relied on.
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float16
@@ -151,6 +152,30 @@ def test_experts_at_the_width_that_is_served(tokens):
         out_TD = fp8_experts(x_TD, ids_TK, weights_TK, gate_up, down)
     expected = reference_experts(x_TD, ids_TK, weights_TK, gate_up, down)
     assert relative(out_TD, expected) < TWICE
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4, 5])
+def test_rows_of_zeros_behind_others(tokens):
+    x = quantise_rows(normal(tokens, 256, dtype=DTYPE))
+    padded = x.padded(4)
+    assert padded.values_TD.shape == (-(-tokens // 4) * 4, 256)
+    assert torch.equal(padded.plain()[:tokens], x.plain()) and not padded.plain()[tokens:].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 66, 67, 68, 1001, 4099])
+def test_a_layer_of_any_number_of_rows(tokens):
+    """From 65 rows on cuBLAS multiplies, which takes them by fours alone."""
+    layer = Fp8Linear(640, 1152, torch.device(DEVICE))
+    weight_ED, scales = block_scaled(640, 1152, 1)
+    layer.weight_ED.copy_(weight_ED)
+    layer.scales.copy_(scales)
+    x_TD = normal(tokens, 1152, dtype=DTYPE)
+    with poisoned():
+        out_TE = layer(x_TD)
+    expected = quantise_rows(x_TD).plain() @ dequantise(weight_ED, scales).t()
+    assert out_TE.shape == (tokens, 640) and out_TE.dtype == DTYPE
+    assert relative(out_TE, expected) < ROUNDING
 
 
 @pytest.mark.gpu
