@@ -311,6 +311,21 @@ def test_a_greedy_step_waits_for_nothing_but_its_tokens():
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_step_is_started_ahead_without_waiting(temperature):
+    bed = Bed([4, 18])
+    runner = runners_of(bed)[1]
+    params = [SamplingParams(max_tokens=9, seed=3, temperature=temperature)] * 2
+    expected = speak_ahead(bed, runner, params)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert speak_ahead(bed, runner, params) == expected
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_too_many_requests_run_eagerly():
     bed = Bed([5])
     assert (
