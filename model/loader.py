@@ -20,6 +20,7 @@ from .config import ModelConfig
 from .deepseek import DeepseekModel
 from .fp8 import FP8, SCALE_DTYPES, SCALE_SUFFIX, scale_shape
 from .names import EMBEDDING, HEAD, Slice, layer_index, name_table, needed_shapes, unused_shapes
+from .upload import Uploader
 from .weight_files import WeightFiles
 
 logger = logging.getLogger(__name__)
@@ -137,20 +138,30 @@ def load_weights(
         keeps_fp8=keeps_fp8,
     )
     table = name_table(model)
+    uploader = _uploader(device)
     # Its default lock is a system-wide semaphore, which a killed engine would leave behind.
     tqdm.set_lock(threading.RLock())
     total = sum(info.nbytes for info in checkpoint.tensors.values())
     with (
-        WeightFiles(checkpoint.directory, checkpoint.tensors) as files,
+        WeightFiles(checkpoint.directory, checkpoint.tensors, uploader) as files,
         # disable=None: no bar where nobody watches.
         tqdm(total=total, desc="weights", unit="B", unit_scale=True, disable=None) as bar,
     ):
-        for name, entry in table.items():
-            _fill(entry, name, files)
-            _check_finite(name, checkpoint.tensors[name], entry)
+
+        def place(name: str) -> str:
+            _fill(table[name], name, files)
+            _check_finite(name, checkpoint.tensors[name], table[name])
+            return name
+
+        for name in map(place, table) if uploader is None else uploader.each(place, table):
             bar.update(files.nbytes(name))
             alive()
     return model
+
+
+def _uploader(device: torch.device) -> Uploader | None:
+    """None where weights are copied within memory."""
+    return Uploader(device) if device.type == "cuda" else None
 
 
 def _equal(directory: Path, found: Headers, one: str, other: str) -> bool:

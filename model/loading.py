@@ -4,6 +4,7 @@ The order is the order of cost: everything that can refuse a start without readi
 first, then the weights, and the cache takes what is left.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from ..attention.registry import Choice, choose
 from ..configs.engine import EngineConfig
 from ..configs.engine_info import EngineInfo, MtpLayerUse, StartPlan
 from ..configs.machine import detect, free_bytes
+from ..configs.quantities import shown_bytes
 from ..configs.resolve import resolve_cache, resolve_drafts, resolve_run
 from ..configs.setting_error import SettingError
 from ..kv_cache.cache import KvCache
@@ -32,6 +34,7 @@ from .runner import ModelRunner
 from .weight_sizes import total, weight_sizes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TOLD_SECONDS = 0.1  # that weights take at least, if their speed is to be told
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,9 @@ class CheckedStart:
         torch.set_num_threads(_chosen(config.num_threads))
         device = torch.device(config.device)
         dtype = DTYPES[config.dtype]
+        began = time.monotonic()
         model = self._weights(dtype, device, alive)
+        notes = [*self.notes, *_told_speed(self.checkpoint, time.monotonic() - began)]
         # Before the cache is sized: packing takes memory of its own.
         model.pack(alive)
         alive()
@@ -83,7 +88,7 @@ class CheckedStart:
             _free_bytes(device),
             memory.step_bytes,
         )
-        notes = [*self.notes, *cache.notes]
+        notes += cache.notes
         return _assemble(cache.config, model, self.choice, notes, self.checkpoint.mtp_layer)
 
     def _weights(
@@ -129,6 +134,16 @@ def check_start(config: EngineConfig) -> CheckedStart:
         kept = "kept in fp8" if fp8 else f"dequantised to {run.config.dtype}"
         notes.append(f"fp8 weights are {kept}")
     return CheckedStart(drafts.config, checkpoint, choice, memory, fp8, tuple(notes))
+
+
+def _told_speed(checkpoint: CheckedCheckpoint, seconds: float) -> list[str]:
+    """A note about reading the weights; none for what was read before anybody looked."""
+    size = sum(info.nbytes for info in checkpoint.tensors.values())
+    if seconds < TOLD_SECONDS or not size:
+        return []
+    return [
+        f"{shown_bytes(size)} of weights read in {seconds:.1f} s ({size / seconds / 1e9:.2g} GB/s)"
+    ]
 
 
 def _choose_backend(config: EngineConfig, model_config: ModelConfig) -> Choice:

@@ -3,7 +3,7 @@
 Files are mapped, not read: memory is touched when a tensor is used.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
@@ -16,11 +16,20 @@ from .fp8 import FP8, SCALE_SUFFIX, dequantise, plain_scale
 
 
 class WeightFiles:
-    """A context manager: the files of `tensors` are open inside it."""
+    """A context manager: the files of `tensors` are open inside it.
 
-    def __init__(self, directory: Path, tensors: Mapping[str, TensorInfo]) -> None:
+    move: what each stored tensor goes through first; None leaves it where the file is mapped.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        tensors: Mapping[str, TensorInfo],
+        move: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self._directory = directory
         self._tensors = tensors
+        self._move = move
         self._opened: dict[str, safe_open] = {}
         self._stack = ExitStack()
 
@@ -51,4 +60,5 @@ class WeightFiles:
         return self._tensors[name].nbytes + (0 if scale is None else scale.nbytes)
 
     def _stored(self, name: str) -> Tensor:
-        return self._opened[self._tensors[name].file].get_tensor(name)
+        stored = self._opened[self._tensors[name].file].get_tensor(name)
+        return stored if self._move is None else self._move(stored)

@@ -31,6 +31,7 @@ from .keys import Keyring, read_keyring
 from .metrics import Metrics
 from .sampling import SeedSource
 from .service import Service
+from .start_stages import StartStages
 from .text_side import TextFiles, TextSide
 from .tracing import connect_tracing
 
@@ -89,6 +90,7 @@ class Serving:
         self._config = config
         self._say = say
         self._signals: asyncio.Queue[int] = asyncio.Queue()
+        self._stages = StartStages()
 
     async def run(self) -> int:
         """Serve until told to leave; raises StartFailed where nothing can be served."""
@@ -121,11 +123,13 @@ class Serving:
         self, client: EngineClient, files: TextFiles, keyring: Keyring | None
     ) -> Service:
         plan = await client.plan()
+        self._stages.end("checks")
         with _refusing():
             text = TextSide.fit(files, plan)
         for line in plan.lines:
             self._say(line)
         info = await client.load()
+        self._stages.end("weights and cache")
         service = make_service(self._config, client, info, text, keyring)
         for line in loaded_lines(service):
             self._say(line)
@@ -167,6 +171,8 @@ class Serving:
 
     async def _announce(self, service: Service, sock: socket.socket) -> None:
         await service.client.ready.wait()
+        self._stages.end("warm-up")
+        self._say(self._stages.line())
         host, port = sock.getsockname()[:2]
         self._say(ready_line(service.model_name, host, port))
         await report_activity(lambda: service.client.stats, self._say)

@@ -17,6 +17,7 @@ from minidsa.model.deepseek import DeepseekModel
 from minidsa.model.loader import check_checkpoint, load_weights
 from minidsa.model.make_checkpoint import PRESETS, write_random_checkpoint
 from minidsa.model.names import name_table, needed_shapes
+from minidsa.model.upload import Uploader
 
 EXPERT = "model.layers.2.mlp.experts.3.up_proj.weight"
 
@@ -59,6 +60,17 @@ def test_no_element_stays_uninitialised(single, monkeypatch):
     assert all(weight.isfinite().all() for weight in weights)
     rows = model.layers[1].feed_forward
     assert all(w.isfinite().all() for w in vars(rows).values() if isinstance(w, torch.Tensor))
+
+
+def test_weights_for_a_gpu_are_those_of_a_cpu(single, monkeypatch):
+    """Through threads and pieces, with whatever has to be turned or reordered on the way."""
+    plain = name_table(load(single))
+    monkeypatch.setattr(loader, "_uploader", lambda device: Uploader(device, piece_bytes=100))
+    moved = name_table(load(single))
+    assert all(torch.equal(plain[name].target, moved[name].target) for name in plain)
+    edit(single, lambda tensors: tensors[EXPERT].fill_(torch.inf))
+    with pytest.raises(CheckpointError, match=f"{EXPERT} holds NaN or infinity"):
+        load(single)
 
 
 def test_sharded_equals_single(single, sharded):
