@@ -146,7 +146,11 @@ def test_scores_that_are_no_numbers_choose_experts_that_exist():
 @each_dtype
 @pytest.mark.parametrize("tokens", [0, 1, 19, 130])
 @pytest.mark.parametrize(("nope", "latent", "values"), [(24, 48, 24), (128, 512, 128)])
-def test_into_the_latent_space_and_out_of_it(dtype, tokens, nope, latent, values):
+@pytest.mark.parametrize("many_tokens", [17, 1000])
+def test_into_the_latent_space_and_out_of_it(
+    dtype, tokens, nope, latent, values, many_tokens, monkeypatch
+):
+    monkeypatch.setattr("minidsa.attention.kernels.absorb.MANY_TOKENS", many_tokens)
     heads, rope = 3, 16
     if not HAS_GPU and tokens * latent > 10_000:
         tokens = 17
