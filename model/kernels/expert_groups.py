@@ -1,4 +1,4 @@
-"""Token-expert pairs in the order of their experts, and the tiles of each expert.
+"""Token-expert pairs in the order of their experts, the tiles of each expert, and a token's sum.
 
 Pairs of one expert keep their order. Few pairs are compared with each other in one launch, many are
 sorted by torch. The twin is a stable argsort.
@@ -103,3 +103,26 @@ def _sort_pairs(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     experts_X = torch.arange(num_experts, dtype=torch.int32, device=ids_TK.device)
     ends_X = torch.searchsorted(sorted_P, experts_X, right=True, out_int32=True)
     return order_P.int(), ends_X
+
+
+@jit
+def _combine(pairs_ptr, weights_ptr, out_ptr, chosen, width, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for k in range(chosen):
+        weight = tl.load(weights_ptr + token * chosen + k)
+        row = tl.load(pairs_ptr + (token * chosen + k) * width + c, mask=c < width, other=0.0)
+        acc += weight * row.to(tl.float32)
+    tl.store(out_ptr + token * width + c, acc.to(out_ptr.dtype.element_ty), mask=c < width)
+
+
+def combine_pairs(pairs_PD: Tensor, weights_TK: Tensor, out_TD: Tensor) -> Tensor:
+    """The weighted sum of each token's pairs, in the order of its choice, into out_TD.
+
+    pairs_PD: P = T * K, the pairs of a token side by side. weights_TK: fp32. All contiguous.
+    """
+    (tokens, width), chosen = out_TD.shape, weights_TK.shape[1]
+    block = min(power_of_two(width), 1024)
+    _combine[(tokens, ceil_div(width, block))](pairs_PD, weights_TK, out_TD, chosen, width, block)
+    return out_TD

@@ -11,7 +11,7 @@ it, and the pairs of a token are added in the order of its choice.
   the tiles of each.
 - `_products`: rows (gathered for the first product) times the expert's weight, blocks as in
   `fp8_linear`; many rows on Hopper are a matter of `fp8_hopper.py`.
-- `_combine`: the weighted sum over a token's experts.
+- `combine_pairs`: the weighted sum over a token's experts.
 
 Reads past the mask: nothing. The twin is `reference_experts`.
 
@@ -25,10 +25,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...attention.kernels.fp8_rows import quantise
-from ...attention.kernels.launch import ceil_div, jit, power_of_two
+from ...attention.kernels.launch import ceil_div, jit
 from ..fp8 import Fp8Weights, dequantise
 from . import fp8_hopper
-from .expert_groups import Groups, group_pairs
+from .expert_groups import Groups, combine_pairs, group_pairs
 from .fp8_linear import ProductTiling, add_blocks
 from .fp8_rows import GROUP, Fp8Rows, quantise_rows
 
@@ -97,18 +97,6 @@ def _products(
         acc.to(out_ptr.dtype.element_ty),
         mask=mask,
     )
-
-
-@jit
-def _combine(pairs_ptr, weights_ptr, out_ptr, chosen, width, BLOCK: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    acc = tl.zeros((BLOCK,), tl.float32)
-    for k in range(chosen):
-        weight = tl.load(weights_ptr + token * chosen + k)
-        row = tl.load(pairs_ptr + (token * chosen + k) * width + c, mask=c < width, other=0.0)
-        acc += weight * row.to(tl.float32)
-    tl.store(out_ptr + token * width + c, acc.to(out_ptr.dtype.element_ty), mask=c < width)
 
 
 def experts_tiling(tokens: int, chosen: int, num_experts: int) -> ProductTiling:
@@ -184,9 +172,7 @@ def fp8_experts(
         grouped_product(x, gate_up, groups, chosen, tiling, middle_PE)
         middle = quantise_rows(middle_PE, swiglu=True)
         grouped_product(middle, down, groups, 0, tiling, pairs_PD)
-    block = min(power_of_two(width), 1024)
-    _combine[(tokens, ceil_div(width, block))](pairs_PD, weights_TK, out_TD, chosen, width, block)
-    return out_TD
+    return combine_pairs(pairs_PD, weights_TK, out_TD)
 
 
 def reference_experts(

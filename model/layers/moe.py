@@ -106,6 +106,10 @@ class Moe:
             from ..kernels.fp8_experts import fp8_experts  # noqa: PLC0415 - where triton is installed
 
             return fp8_experts(x_TD, ids_TK, weights_TK, *self.fp8, rows=rows)
+        if x_TD.is_cuda:
+            from ..kernels.plain_experts import plain_experts  # noqa: PLC0415 - as above
+
+            return plain_experts(x_TD, ids_TK, weights_TK, self.gate_up_XED, self.down_XDE)
         experts = self._packed or self._grouped
         return self._combine(experts(x_TD, ids_TK), weights_TK).to(x_TD.dtype)
 
