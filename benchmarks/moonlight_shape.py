@@ -1,6 +1,6 @@
 """A 16B-A3B model of the V3 architecture at full depth under offered load, on one GPU.
 
-    python -m benchmarks.moonlight_shape [--rates 2,8,32] [--seconds 10] [--output FILE]
+    python -m benchmarks.moonlight_shape [--rates 2,8,16,32] [--seconds 8] [--output FILE]
 
 Sizes of Moonlight-16B-A3B, random bf16 weights made on the device. Requests of 512 prompt tokens
 and 128 generated ones arrive at random (a Poisson process of each rate) at the scheduler, which
@@ -17,19 +17,15 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from statistics import quantiles
+from tempfile import TemporaryDirectory
 
 import torch
 import triton
 
-from minidsa.attention.registry import choose
-from minidsa.configs.engine import SchedulerConfig
+from minidsa.configs.engine import CacheConfig, EngineConfig, SchedulerConfig
 from minidsa.configs.sampling import SamplingParams
 from minidsa.kv_cache.cache import KvCache
-from minidsa.kv_cache.storage import CacheStorage
-from minidsa.model.config import parse_config
-from minidsa.model.decode_graphs import DecodeGraphs
-from minidsa.model.dummy_weights import random_model
-from minidsa.model.runner import ModelRunner
+from minidsa.model.loading import check_start
 from minidsa.scheduler.messages import Submit
 from minidsa.scheduler.pipeline import Pipeline
 from minidsa.scheduler.scheduler import Scheduler
@@ -80,21 +76,32 @@ class Timeline:
 
 
 class Bed:
-    """The model, its cache and a scheduler that is as good as new after every sweep."""
+    """What a server with this model starts, and a scheduler that is as good as new every time."""
 
     def __init__(self) -> None:
-        device = torch.device("cuda")
-        model = random_model(parse_config(MOONLIGHT), torch.bfloat16, device)
-        storage = CacheStorage(
-            model.config.cache_layout(with_mtp=False), PAGES + 1, PAGE, model.dtype, device
-        )
-        choice = choose(
-            "auto", device_type="cuda", dtype=model.dtype, page_size=PAGE, has_indexer=False
-        )
-        backend = choice.build(storage, None)
-        graphs = DecodeGraphs(model, backend, storage)
-        self.runner = ModelRunner(model, backend, storage, graphs)
-        self.vocab_size = model.config.vocab_size
+        torch.cuda.init()
+        self.free = torch.cuda.mem_get_info()[0]
+        with TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(MOONLIGHT))
+            start = check_start(
+                EngineConfig(
+                    model=folder,
+                    load_format="dummy",
+                    device="cuda",
+                    max_model_len=PROMPT + ANSWER,
+                    scheduler=LIMITS,
+                    cache=CacheConfig(page_size=PAGE, num_pages=PAGES),
+                )
+            )
+            loaded = start.load()
+        self.planned = start.memory.total_bytes
+        self.runner, self.vocab_size = loaded.runner, loaded.info.vocab_size
+
+    def memory(self) -> dict[str, float]:
+        """GiB that the plan of the start says, and those that are taken by now."""
+        taken = self.free - torch.cuda.mem_get_info()[0]
+        planned, measured = (round(size / 2**30, 2) for size in (self.planned, taken))
+        return {"planned_gib": planned, "measured_gib": measured}
 
     def load(self, rate: float, seconds: float, seed: int) -> dict[str, float]:
         """Offer `rate` requests a second for so many seconds, and wait for all answers."""
@@ -145,28 +152,31 @@ def summary(lines: list[Timeline], rate: float) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rates", default="2,8,32", help="requests a second, by comma")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each rate")
+    parser.add_argument("--rates", default="2,8,16,32", help="requests a second, by comma")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each rate")
     parser.add_argument("--output", type=Path, help="JSON file")
     args = parser.parse_args()
-    bed, rows = Bed(), []
+    bed = Bed()
     rates = [float(rate) for rate in args.rates.split(",")]
+    report = {
+        "date": date.today().isoformat(),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "prompt": PROMPT,
+        "answer": ANSWER,
+        "figures": [],
+    }
     # Kernels are compiled and graphs captured before anything is timed.
-    bed.load(rates[-1], args.seconds / 2, 0)
+    for rate in (rates[0], rates[-1]):
+        bed.load(rate, args.seconds / 2, 0)
     for rate in rates:
-        rows.append(bed.load(rate, args.seconds, 1))
-        print(json.dumps(rows[-1]), flush=True)
-    if args.output:
-        report = {
-            "date": date.today().isoformat(),
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "prompt": PROMPT,
-            "answer": ANSWER,
-            "figures": rows,
-        }
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+        row = bed.load(rate, args.seconds, 1)
+        report["figures"].append(row)
+        report["memory"] = bed.memory()
+        print(json.dumps(row), json.dumps(report["memory"]), flush=True)
+        if args.output:
+            args.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
