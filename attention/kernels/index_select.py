@@ -8,12 +8,11 @@ all layers; a chunk of decodes keeps its shape from step to step and can be capt
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..metadata import visible_keys
 from .fp8_rows import IndexPages, PlainIndexPages
 from .indexer_logits import QueryGroups, group_size, indexer_logits, query_groups
 from .indexer_logits_hopper import indexer_logits_hopper, suits
@@ -66,19 +65,21 @@ def plan_selection(
     each chunk has room for its longest. Raises ValueError when one group of queries does not fit.
     """
     device = workspace_X.device
-    visible = visible_keys(query_lens, context_lens)
-    requests = list(chain.from_iterable(map(repeat, range(len(query_lens)), query_lens)))
+    # A prompt has thousands of tokens: nothing is done token by token.
+    lens, contexts = np.array(query_lens, np.int64), np.array(context_lens, np.int64)
+    first_keys = contexts + 1 - (np.cumsum(lens) - lens)
+    visible = np.maximum(first_keys.repeat(lens) + np.arange(lens.sum()), 0).astype(np.int32)
+    requests = np.arange(len(lens), dtype=np.int32).repeat(lens)
     chunks = []
     for first, last in _cut(query_lens, visible, heads, workspace_X.numel(), columns):
-        own = requests[first:last]
-        lens = [own.count(request) for request in dict.fromkeys(own)]
-        groups = query_groups(lens, heads, device, first_request=own[0])
-        widest = _columns(columns or max(visible[first:last]))
+        counts = np.bincount(requests[first:last] - requests[first]).tolist()
+        groups = query_groups(counts, heads, device, first_request=int(requests[first]))
+        widest = _columns(columns or int(visible[first:last].max()))
         chunks.append(Chunk(slice(first, last), groups, widest))
     return SelectionPlan(
         chunks,
-        torch.tensor(visible, dtype=torch.int32, device=device),
-        torch.tensor(requests, dtype=torch.int32, device=device),
+        torch.from_numpy(visible).to(device),
+        torch.from_numpy(requests).to(device),
         workspace_X,
     )
 
@@ -89,7 +90,7 @@ def _columns(keys: int) -> int:
 
 def _cut(
     query_lens: Sequence[int],
-    visible: Sequence[int],
+    visible: np.ndarray,
     heads: int,
     room: int,
     columns: int | None,
