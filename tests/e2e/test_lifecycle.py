@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -155,6 +156,8 @@ def test_ops_01_a_start_tells_what_runs(start):
     assert "cache: " in text
     assert sum(line.startswith("ready: ") for line in server.lines) == 1
     assert "/v1/chat/completions" in server.lines[-1]
+    stages = r"started in [\d.]+ s: checks [\d.]+ s, weights and cache [\d.]+ s, warm-up [\d.]+ s"
+    assert re.fullmatch(stages, server.lines[-2])
     assert listening_sockets(server) == {f"0100007F:{int(server.url.rpartition(':')[2]):04X}"}
     assert httpx.get(f"{server.url}/v1/models").status_code == 401
     headers = {"authorization": "Bearer secret"}
