@@ -20,7 +20,8 @@ class MlaLayer:
     """What a backend needs to know of one attention layer.
 
     `w_uk_HNC` and `w_uv_HVC` are the two halves of `kv_b_proj`, head-major. `scale` multiplies
-    q.k before the softmax (YaRN's correction included) and is the same in both forms.
+    q.k before the softmax (YaRN's correction included) and is the same in both forms. Where W_UK
+    and the scale are a part of the model's own projection, N is 0: queries come absorbed.
     """
 
     index: int
@@ -42,7 +43,10 @@ class IndexQuery:
 
 @dataclass(frozen=True)
 class Query:
-    """Queries of T consecutive tokens of a step; the rope part is rotated."""
+    """Queries of T consecutive tokens of a step; the rope part is rotated.
+
+    Absorbed queries have C elements in place of N, and the softmax scale in both parts.
+    """
 
     nope_THN: Tensor
     rope_THR: Tensor

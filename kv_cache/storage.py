@@ -44,10 +44,10 @@ class CacheStorage:
         """Every tensor that holds rows, [..., slots, width]: all that moves when a page moves."""
         return [self.latent_LSC, *(keys for keys in self.index_k if keys is not None)]
 
-    def write_latent(self, layer: int, slots_T: Tensor, latent_TC: Tensor, rope_TR: Tensor) -> None:
-        """Store the latent and the rotated key of T tokens; not for rows in fp8."""
+    def write_latent(self, layer: int, slots_T: Tensor, rows_TX: Tensor) -> None:
+        """Store the rows of T tokens, latent and rotated key; not for rows in fp8."""
         self._require_plain()
-        self.latent_LSC[layer].index_copy_(0, slots_T, torch.cat((latent_TC, rope_TR), dim=-1))
+        self.latent_LSC[layer].index_copy_(0, slots_T, rows_TX)
 
     def write_index(self, layer: int, slots_T: Tensor, keys_TD: Tensor) -> None:
         """Store the index keys of T tokens; the layer must own an indexer. Not for rows in fp8."""

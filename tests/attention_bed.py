@@ -114,11 +114,8 @@ class Bed:
         slots = torch.tensor(self.slots(name, tokens.written, stop), device=self.device)
         for layer in range(len(self.layers)):
             span = slice(tokens.written, stop)
-            latent, rope = (
-                self._put(tokens.latent[layer, span]),
-                self._put(tokens.rope[layer, span]),
-            )
-            self.storage.write_latent(layer, slots, latent, rope)
+            rows = torch.cat((tokens.latent[layer, span], tokens.rope[layer, span]), dim=-1)
+            self.storage.write_latent(layer, slots, self._put(rows))
             if self.index_layers[layer]:
                 self.storage.write_index(layer, slots, self._put(tokens.index_k[layer, span]))
         tokens.written = max(tokens.written, stop)

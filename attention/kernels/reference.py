@@ -30,8 +30,11 @@ SMALL_PRODUCT = 400
 def absorbed_query(nope_THN: Tensor, rope_THR: Tensor, w_uk_HNC: Tensor, scale: float) -> Tensor:
     """scale * (W_UK,h^T q_h, rope_h): queries against latent rows, [T, H, C + R].
 
-    scale is (N + R)^-0.5 and YaRN's correction, not (C + R)^-0.5. Any float dtype, kept.
+    scale is (N + R)^-0.5 and YaRN's correction, not (C + R)^-0.5. Any float dtype, kept. With an
+    empty w_uk_HNC (N = 0) the parts are absorbed and scaled already, and are joined alone.
     """
+    if not w_uk_HNC.shape[1]:
+        return torch.cat((nope_THN, rope_THR), dim=-1)
     latent_HTC = _per_head(nope_THN, w_uk_HNC)
     return torch.cat((latent_HTC.transpose(0, 1), rope_THR), dim=-1).mul_(scale)
 

@@ -18,10 +18,10 @@ def by_rows(operation: Callable[..., object], x: Tensor, *beside: Tensor) -> Non
     x is a part of wider rows: rows that lie end to end would be one stretch. beside: further
     arguments of as many rows.
     """
-    count = len(x)
     if x.numel() < SHARED_FROM or x.device.type != "cpu":
         operation(x, *beside)
         return
+    count = len(x)
     step = max(1, (SHARED_FROM - 1) * count // x.numel())
     for first in range(0, count, step):
         rows = slice(first, first + step)

@@ -65,5 +65,5 @@ class Table:
 
     def __call__(self, x: Tensor, ids_P: Tensor) -> Tensor:
         """P rows x [..., D], each times the weight of its own expert: [P, E]."""
-        rows_PD = self._rows_XD.index_select(0, ids_P)
-        return gather(x, self._table_XE, rows_PD, self._starts_P[: len(ids_P)])
+        rows_P = self._rows_XD.index_select(0, ids_P).view(-1)
+        return gather(x, self._table_XE, rows_P, self._starts_P.narrow(0, 0, len(ids_P)))

@@ -36,19 +36,19 @@ class Indexer:
     def keys(self, projected_TD: Tensor, angles_TR: Tensor) -> Tensor:
         """Finished index keys [T, D] of projected ones."""
         keys_TD = self.key_norm(projected_TD)
-        rotate_(keys_TD[:, : self.rope_dim], angles_TR)
+        rotate_(keys_TD.narrow(1, 0, self.rope_dim), angles_TR)
         return keys_TD
 
     def weights(self, x_TD: Tensor) -> Tensor:
         """Head weights [T, n] from the layer's input, in fp32 and not yet scaled."""
         return F.linear(x_TD.float(), self.weights_nD)
 
-    def heads(self, latent_TQ: Tensor) -> Tensor:
-        """Index queries [T, n, D] of the normed query latent, not yet rotated."""
-        return self.up(latent_TQ).view(-1, self.indexer.num_heads, self.indexer.head_dim)
+    def heads(self, projected_TE: Tensor) -> Tensor:
+        """Index queries [T, n, D] as `up` projected them, not yet rotated."""
+        return projected_TE.view(-1, self.indexer.num_heads, self.indexer.head_dim)
 
-    def queries(self, latent_TQ: Tensor, weights_Tn: Tensor, angles_TR: Tensor) -> IndexQuery:
-        """Index queries from the normed query latent, with the head weights."""
-        q_TnD = self.heads(latent_TQ)
-        rotate_(q_TnD[..., : self.rope_dim], angles_TR.unsqueeze(1))
-        return IndexQuery(q_TnD, weights_Tn * self.scale)
+    def queries(self, projected_TE: Tensor, weights_Tn: Tensor, angles_TR: Tensor) -> IndexQuery:
+        """Finished index queries of projected ones, with the scaled head weights."""
+        q_TnD = self.heads(projected_TE)
+        rotate_(q_TnD.narrow(2, 0, self.rope_dim), angles_TR.unsqueeze(1))
+        return IndexQuery(q_TnD, weights_Tn)

@@ -91,12 +91,18 @@ class Linear:
         than the default BLAS from two rows on (AMD EPYC). A weight of few columns is kept twice.
         """
         weight_ED = self.weight_ED
-        if self._packed is not None or not packs(weight_ED):
+        if not len(weight_ED) or not packs(weight_ED):
             return
         if agrees(*weight_ED.shape):
             self._few = FewRows(weight_ED)
         self._packed = pack(weight_ED)
+        self.release()
+
+    def release(self) -> Tensor:
+        """The weight, which is empty here from now on: another product takes it over."""
+        weight_ED = self.weight_ED
         self.weight_ED = weight_ED.new_empty(0, weight_ED.shape[1])
+        return weight_ED
 
 
 class FewRows:
@@ -106,9 +112,10 @@ class FewRows:
         columns = weight_ED.shape[1]
         self.most = max(1, CHEAP_TO_GATHER // weight_ED.numel())
         self._table_DE = weight_ED.t().contiguous()
-        self._rows_TD = torch.arange(columns).repeat(self.most)
-        self._starts_T = torch.arange(self.most) * columns
+        rows_P = torch.arange(columns).repeat(self.most)
+        starts_T = torch.arange(self.most) * columns
+        # For each count of rows: cutting these in a step would cost half as much as the product.
+        self._places = [(rows_P[: n * columns], starts_T[:n]) for n in range(self.most + 1)]
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        rows_TD, starts_T = self._rows_TD[: x_TD.numel()], self._starts_T[: len(x_TD)]
-        return gather(x_TD, self._table_DE, rows_TD, starts_T)
+        return gather(x_TD, self._table_DE, *self._places[len(x_TD)])

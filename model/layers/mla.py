@@ -3,10 +3,11 @@
 One fused projection, `down`, makes the query latent, the key-value latent, the shared rotated key
 and the index key from the layer's input; `up` makes the heads' queries from the query latent.
 Without a query latent `down` begins with the heads' queries themselves. The backend decides whether
-to attend over latents (absorbed) or expanded keys.
+to attend over latents (absorbed) or expanded keys. Packed for a CPU, `up` may make absorbed queries
+itself, and those of the indexer: what costs there is the number of operations.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from ...kv_cache.storage import CacheStorage
 from ..config import ModelConfig
 from .fp8 import Fp8Linear
 from .indexer import Indexer
-from .linear import Allocator, Linear
+from .linear import CHEAP_TO_GATHER, Allocator, Linear
 from .norm import LATENT_EPS, RmsNorm
 from .products import packs
 from .rope import rotate_
@@ -41,6 +42,7 @@ class Mla:
         self.index = index
         self.config = config
         heads = config.num_heads
+        self.nope_width = config.nope_dim
         self.query_width = heads * (config.nope_dim + config.rope_dim)
         self.latent_start = config.q_lora_rank or self.query_width
         index_width = config.indexer.head_dim if config.indexer else 0
@@ -63,7 +65,7 @@ class Mla:
             if config.indexer
             else None
         )
-        self._joined = False
+        self._joins_weights = self._joins_queries = False
         self.layer = MlaLayer(
             index=index,
             scale=config.softmax_scale,
@@ -72,14 +74,46 @@ class Mla:
         )
 
     def pack(self) -> None:
-        """Pack the first projection; the index weights become a part of it, one product less."""
-        if self.indexer is not None and packs(self.down.weight_ED):
-            joined_ED = torch.cat((self.down.weight_ED, self.indexer.weights_nD))
-            # Rotated pairs are read as complex numbers, which needs rows of even length.
-            self.down.weight_ED = F.pad(joined_ED, (0, 0, 0, len(joined_ED) % 2))
-            self.indexer.weights_nD = self.indexer.weights_nD.new_empty(0)
-            self._joined = True
+        """Pack the two projections, with all that can be a part of them."""
+        if packs(self.down.weight_ED):
+            if self.indexer is not None:
+                self._join_index_weights(self.indexer)
+            if isinstance(self.up, Linear):
+                self._join_queries(self.up, self.indexer)
+                self.up.pack()
         self.down.pack()
+
+    def _join_index_weights(self, indexer: Indexer) -> None:
+        """Head weights of the indexer, scaled, become rows of `down`."""
+        joined_ED = torch.cat((self.down.weight_ED, indexer.weights_nD * indexer.scale))
+        # Rotated pairs are read as complex numbers, which needs rows of even length.
+        self.down.weight_ED = F.pad(joined_ED, (0, 0, 0, len(joined_ED) % 2))
+        indexer.weights_nD = indexer.weights_nD.new_empty(0)
+        self._joins_weights = True
+
+    def _join_queries(self, up: Linear, indexer: Indexer | None) -> None:
+        """W_UK and the softmax scale become a part of `up` where that is no more arithmetic, the
+        index queries where the product stays small enough to be no loss in steps without them."""
+        config, columns = self.config, up.weight_ED.shape[1]
+        if columns * config.kv_lora_rank <= (columns + config.kv_lora_rank) * config.nope_dim:
+            self._absorb(up)
+        if indexer is None:
+            return
+        if up.weight_ED.numel() + indexer.up.weight_ED.numel() <= CHEAP_TO_GATHER:
+            up.weight_ED = torch.cat((up.weight_ED, indexer.up.release()))
+            self._joins_queries = True
+
+    def _absorb(self, up: Linear) -> None:
+        """`up` makes scaled queries against latents: for each head C rows and R rows."""
+        layer, nope, latent = self.layer, self.config.nope_dim, self.config.kv_lora_rank
+        heads_HXQ = up.weight_ED.unflatten(0, (self.config.num_heads, -1)).double()
+        latent_HCQ = layer.w_uk_HNC.double().transpose(1, 2) @ heads_HXQ[:, :nope]
+        absorbed_HXQ = torch.cat((latent_HCQ, heads_HXQ[:, nope:]), dim=1) * layer.scale
+        up.weight_ED = absorbed_HXQ.flatten(0, 1).to(up.weight_ED.dtype)
+        self.nope_width, self.query_width = latent, len(up.weight_ED)
+        self.kv_b_HXC = layer.w_uv_HVC.contiguous()
+        no_keys_HNC = self.kv_b_HXC[:, :0]
+        self.layer = replace(layer, scale=1.0, w_uk_HNC=no_keys_HNC, w_uv_HVC=self.kv_b_HXC)
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
         down_TE = self.down(x_TD)
@@ -103,20 +137,19 @@ class Mla:
             projected_TE = down_TE[:, self.latent_start :]
             write_fused(step.storage, self.index, projected_TE, step.angles_TR, slots_T, norms)
             return
-        latent_end = self.latent_start + self.config.kv_lora_rank
-        rope_end = latent_end + self.config.rope_dim
-        latent_TC = self.kv_norm(down_TE[:, self.latent_start : latent_end])
-        rope_TR = down_TE[:, latent_end:rope_end]
-        rotate_(rope_TR, step.angles_TR)
-        step.storage.write_latent(self.index, slots_T, latent_TC, rope_TR)
+        latent, rope = self.config.kv_lora_rank, self.config.rope_dim
+        row_TX = down_TE.narrow(1, self.latent_start, latent + rope)
+        self.kv_norm.norm_(row_TX.narrow(1, 0, latent))
+        rotate_(row_TX.narrow(1, latent, rope), step.angles_TR)
+        step.storage.write_latent(self.index, slots_T, row_TX)
         if self.indexer is not None:
-            keys_end = rope_end + self.indexer.indexer.head_dim
-            keys_TD = self.indexer.keys(down_TE[:, rope_end:keys_end], step.angles_TR)
+            first, width = self.latent_start + latent + rope, self.indexer.indexer.head_dim
+            keys_TD = self.indexer.keys(down_TE.narrow(1, first, width), step.angles_TR)
             step.storage.write_index(self.index, slots_T, keys_TD)
 
     def _query(self, x_TD: Tensor, down_TE: Tensor, step: Step) -> Query:
         config = self.config
-        q_TE, indexer, index = down_TE[:, : self.latent_start], None, None
+        q_TE, indexer, index = down_TE.narrow(1, 0, self.latent_start), None, None
         latent_TQ = q_TE
         if self.q_norm is not None and self.up is not None:
             if isinstance(self.up, Fp8Linear):
@@ -126,22 +159,26 @@ class Mla:
                 latent_TQ = self.q_norm(q_TE)
                 q_TE = self.up(latent_TQ)
             indexer = self.indexer if step.plan.selects else None
-        q_THX = q_TE.view(-1, config.num_heads, config.nope_dim + config.rope_dim)
-        nope_THN, rope_THR = q_THX[..., : config.nope_dim], q_THX[..., config.nope_dim :]
+        heads_TE = q_TE.narrow(1, 0, self.query_width) if self._joins_queries else q_TE
+        q_THX = heads_TE.view(-1, config.num_heads, self.nope_width + config.rope_dim)
+        nope_THN, rope_THR = q_THX.split_with_sizes((self.nope_width, config.rope_dim), 2)
         if rope_THR.is_cuda:
             return Query(nope_THN, rope_THR, _finish(rope_THR, step, indexer, x_TD, latent_TQ))
         rotate_(rope_THR, step.angles_TR.unsqueeze(1))
         if indexer is not None:
+            if self._joins_queries:
+                heads_TE = q_TE.narrow(1, self.query_width, q_TE.shape[1] - self.query_width)
+            else:
+                heads_TE = indexer.up(latent_TQ)
             weights_Tn = self._index_weights(indexer, x_TD, down_TE)
-            index = indexer.queries(latent_TQ, weights_Tn, step.angles_TR)
+            index = indexer.queries(heads_TE, weights_Tn, step.angles_TR)
         return Query(nope_THN, rope_THR, index)
 
     def _index_weights(self, indexer: Indexer, x_TD: Tensor, down_TE: Tensor) -> Tensor:
-        if self._joined:
-            end = self.latent_start + self.config.kv_lora_rank + self.config.rope_dim
-            first = end + indexer.indexer.head_dim
-            return down_TE[:, first : first + indexer.indexer.num_heads]
-        return indexer.weights(x_TD)
+        if not self._joins_weights:
+            return indexer.weights(x_TD) * indexer.scale
+        end = self.latent_start + self.config.kv_lora_rank + self.config.rope_dim
+        return down_TE.narrow(1, end + indexer.indexer.head_dim, indexer.indexer.num_heads)
 
     def _attend(self, q: Query, step: Step) -> Tensor:
         """[T, H, V]: prompt chunks first, decodes after, as the batch orders them."""
@@ -171,5 +208,6 @@ def _finish(
         rotate_queries(rope_THR, step.angles_TR)
         return None
     weights_STn = fp32_product(x_TD, indexer.weights_nD)
-    parts = IndexParts(indexer.heads(latent_TQ), weights_STn, indexer.scale)
+    q_TnD = indexer.heads(indexer.up(latent_TQ))
+    parts = IndexParts(q_TnD, weights_STn, indexer.scale)
     return IndexQuery(parts.q_TnD, finish_queries(rope_THR, step.angles_TR, parts))

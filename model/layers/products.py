@@ -40,14 +40,14 @@ def multiply(x_TD: Tensor, packed: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise.default(x_TD, packed, None, "none", [], "")
 
 
-def gather(x_TD: Tensor, table_XE: Tensor, rows_TD: Tensor, starts_T: Tensor) -> Tensor:
-    """sum_d x[t, d] * table[rows[t, d]]: [T, E].
+def gather(x_TD: Tensor, table_XE: Tensor, rows_P: Tensor, starts_T: Tensor) -> Tensor:
+    """sum_d x[t, d] * table[rows[t * D + d]]: [T, E].
 
-    table_XE: transposed weights below each other. rows_TD: int64 rows of the table, of any shape
-    with T * D elements. starts_T: int64, where the rows of each t begin: t * D.
+    table_XE: transposed weights below each other. rows_P: int64 rows of the table for the P = T * D
+    elements of x. starts_T: int64, where the rows of each t begin: t * D.
     """
-    rows, elements = rows_TD.view(-1), x_TD.reshape(-1)
-    return torch.embedding_bag(table_XE, rows, starts_T, False, 0, False, elements)[0]
+    elements_P = x_TD.reshape(-1)
+    return torch.embedding_bag(table_XE, rows_P, starts_T, False, 0, False, elements_P)[0]
 
 
 @functools.cache
@@ -58,7 +58,7 @@ def agrees(rows: int, columns: int) -> bool:
     generator = torch.Generator().manual_seed(0)
     weight_ED = torch.randn(rows, columns, generator=generator)
     x_TD = torch.randn(8, columns, generator=generator)
-    rows_TD = torch.arange(columns).expand(8, -1).contiguous()
-    gathered = gather(x_TD, weight_ED.t().contiguous(), rows_TD, torch.arange(8) * columns)
+    rows_P = torch.arange(columns).repeat(8)
+    gathered = gather(x_TD, weight_ED.t().contiguous(), rows_P, torch.arange(8) * columns)
     packed = pack(weight_ED)
     return all(torch.equal(gathered[:n], multiply(x_TD[:n], packed)) for n in (1, 2, 8))

@@ -491,7 +491,7 @@ def test_s35_writing_is_a_step_of_its_own():
     layout = RowLayout(LATENT + ROPE, 8, (True,))
     storage = CacheStorage(layout, 4, 4, torch.float32, torch.device("cpu"))
     slots, rows, keys = torch.tensor([6, 9]), torch.randn(2, LATENT + ROPE), torch.randn(2, 8)
-    storage.write_latent(0, slots, rows[:, :LATENT], rows[:, LATENT:])
+    storage.write_latent(0, slots, rows)
     storage.write_index(0, slots, keys)
     others = [s for s in range(16) if s not in (6, 9)]
     for written, values in ((storage.latent_LSC[0], rows), (storage.index_k[0], keys)):

@@ -27,7 +27,7 @@ def test_rows_land_in_their_slots_and_neighbours_stay(dtype):
     storage = storage_of(dtype)
     rows, keys = torch.randn(3, 6).to(dtype), torch.randn(3, 3).to(dtype)
     slots = torch.tensor(SLOTS)
-    storage.write_latent(1, slots, rows[:, :4], rows[:, 4:])
+    storage.write_latent(1, slots, rows)
     storage.write_index(2, slots, keys)
     assert torch.equal(storage.latent_rows(1, slots), rows)
     assert torch.equal(storage.index_rows(2, slots), keys)
