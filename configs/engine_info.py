@@ -41,6 +41,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     page_size: int
     num_cache_tokens: int
     cache_bytes_per_token: int
+    cache_dtype: str
     max_num_seqs: int
     max_num_batched_tokens: int
     max_prefill_tokens: int

@@ -51,6 +51,8 @@ class ServerConfig:
     """Silence of a stream, in seconds, after which a comment line is sent; 0: never."""
     otlp_traces_endpoint: str | None = None
     """Where spans of requests go, over OTLP/HTTP; needs the extra `otel`."""
+    metrics_prefix: str = "minidsa"
+    """What the names in /metrics begin with; `vllm` makes dashboards for vLLM work unchanged."""
     drain_seconds: float = 30.0
     """Time that open requests get to finish after SIGTERM."""
     heartbeat_seconds: float = 10.0

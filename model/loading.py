@@ -13,6 +13,8 @@ from typing import Literal
 import torch
 
 from ..attention.registry import Choice, choose
+from ..attention.sparse.dsa import DsaBackend
+from ..attention.sparse.selection_counts import SelectionCounts
 from ..configs.engine import EngineConfig
 from ..configs.engine_info import EngineInfo, MtpLayerUse, StartPlan
 from ..configs.machine import detect, free_bytes
@@ -44,6 +46,12 @@ class LoadedEngine:
     runner: ModelRunner
     kv_cache: KvCache
     info: EngineInfo
+
+    @property
+    def selection(self) -> SelectionCounts | None:
+        """What sparse attention counts; None where there is none."""
+        backend = self.runner.backend
+        return backend.clock.counts if isinstance(backend, DsaBackend) else None
 
 
 @dataclass(frozen=True)
@@ -188,6 +196,7 @@ def _assemble(
         page_size=page_size,
         num_cache_tokens=kv_cache.num_tokens,
         cache_bytes_per_token=layout.bytes_per_token(model.dtype.itemsize),
+        cache_dtype="fp8" if layout.is_fp8 else config.dtype,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=_chosen(config.scheduler.max_num_batched_tokens),
         max_prefill_tokens=_chosen(config.scheduler.max_prefill_tokens),

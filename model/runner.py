@@ -123,6 +123,9 @@ class ModelRunner:
     def _run(self, sequences: Sequence[SequenceInput], num_extends: int) -> list[SequenceOutput]:
         spans = [Span(s.context_len, len(s.token_ids), s.pages) for s in sequences]
         token_ids = list(chain.from_iterable(s.token_ids for s in sequences))
+        if isinstance(self.backend, DsaBackend):
+            lengths = [span.stop for span in spans]
+            self.backend.count((lengths[:num_extends], lengths[num_extends:]))
         replayed = plan = None
         if self.graphs is not None and not num_extends:
             greedy = all(s.sample is not None and s.sample.is_greedy for s in sequences)

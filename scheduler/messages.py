@@ -103,6 +103,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     when the queue was full or waited too long (503), and one that the engine failed to compute
     (500). `num_drafted` tokens were verified for this output, of which the first `num_accepted`
     stand in `token_ids`. `cached_tokens` counts the prompt tokens whose rows were in the cache.
+    `queue_seconds`, from the request's arrival to its first step, comes with the first output.
     """
 
     request_id: str
@@ -115,6 +116,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_drafted: int = 0
     num_accepted: int = 0
     cached_tokens: int = 0
+    queue_seconds: float | None = None
 
 
 class DraftStats(msgspec.Struct, frozen=True):
@@ -131,12 +133,23 @@ class DraftStats(msgspec.Struct, frozen=True):
     length: int
 
 
+class SelectionStats(msgspec.Struct, frozen=True):
+    """Counters of sparse attention: see `attention.sparse.selection_counts`."""
+
+    num_timed: int
+    seconds: float
+    num_rows: int
+    num_keys: int
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges of now and counters since the start.
 
     num_free_pages: pages that no request holds; idle pages of the prefix cache are among them.
     num_prefix_queries, num_prefix_hits: prompt tokens of requests that looked into the cache, and
-    those of them that were found.
+    those of them that were found. step_sizes: how many steps had as many tokens as each of
+    `stats.STEP_SIZES` at most but more than the size before, and last those that had more.
+    selection: None for a model without an indexer.
     """
 
     num_running: int = 0
@@ -154,7 +167,10 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_evictions: int = 0
     num_host_pages: int = 0  # pages whose rows are in host memory
     num_host_loads: int = 0  # pages whose rows came back from there
+    num_step_tokens: int = 0  # that steps computed, all together
+    step_sizes: tuple[int, ...] = ()
     drafts: DraftStats | None = None
+    selection: SelectionStats | None = None
 
 
 class Planned(msgspec.Struct, frozen=True, tag="planned"):

@@ -67,13 +67,15 @@ class Request:
     `rank` orders requests, `since_step` is the step at which they came. `num_tokens` counts prompt
     and outputs. Of those tokens the first `num_computed` are in the cache; the newest output never
     is before it was computed itself. `num_cached` prompt tokens were there already when the request
-    first ran; None before that. `draft_ids` are the model's guesses at what follows the newest
+    first ran; None before that. It came at `arrived` and waited `queue_seconds` for its first step.
+    `draft_ids` are the model's guesses at what follows the newest
     output. `matcher` stands behind the newest output, also through preemptions, which forget no
     tokens.
     """
 
     __slots__ = (
         "__weakref__",
+        "arrived",
         "draft_ids",
         "finish_reason",
         "matcher",
@@ -85,6 +87,7 @@ class Request:
         "phase",
         "prompt_ids",
         "prompt_scores",
+        "queue_seconds",
         "rank",
         "request_id",
         "since_step",
@@ -113,6 +116,8 @@ class Request:
         self.num_computed = 0
         self.draft_ids: list[int] = []
         self.num_cached: int | None = None
+        self.arrived = 0.0
+        self.queue_seconds: float | None = None
         self.table = table
         self.prompt_scores: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None

@@ -44,6 +44,7 @@ class Scheduler:
         self.running, self.queue = self._roster.running, self._roster.queue
         self._grammars = grammars
         self._config = config
+        self._clock = clock
         self._deadlines = Deadlines(config.queue_timeout, clock)
         self._speculation = speculation or new_speculation("none")
         self._planner = StepPlanner(
@@ -69,6 +70,7 @@ class Scheduler:
         table = self.cache.new_table(salts, reuse=handling.uses_cache)
         rank = self._roster.next_rank(handling)
         request = Request(submit, rank, table, self.counters.num_steps, matcher)
+        request.arrived = self._clock()
         self._roster.add(request)
         self._deadlines.watch(request, handling.deadline_seconds)
 
@@ -90,6 +92,9 @@ class Scheduler:
         """Form the next step; false when there is nothing to compute."""
         step = self._planner.plan()
         self.cache.settle()
+        for work in step.work[: step.num_extends]:
+            if (request := work.request).queue_seconds is None:
+                request.queue_seconds = self._clock() - request.arrived
         return step
 
     def schedule_behind(self, step: Step) -> Step:
@@ -110,7 +115,7 @@ class Scheduler:
 
         Results of requests that have ended since the step was formed are dropped.
         """
-        self.counters.num_steps += 1
+        self.counters.count_step(step.num_tokens)
         outputs, page_size = [], self.cache.page_size
         for work, result in zip(step.work, results, strict=True):
             request, num_drafts = work.request, len(work.draft_ids)
@@ -205,6 +210,7 @@ class Scheduler:
             num_drafted,
             num_accepted,
             request.num_cached or 0,
+            None if before else request.queue_seconds,
         )
 
     def _end(
@@ -225,6 +231,7 @@ class Scheduler:
             error=error,
             error_kind=None if error is None else kind,
             cached_tokens=request.num_cached or 0,
+            queue_seconds=None if request.output_ids else request.queue_seconds,
         )
 
     def _publish(self, request: Request) -> None:

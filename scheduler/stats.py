@@ -1,10 +1,14 @@
 """Counts of what the engine did since it started; free of torch, cheap enough for every step."""
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, field
 
+from ..attention.sparse.selection_counts import SelectionCounts
 from ..kv_cache.cache import KvCache
-from .messages import DraftStats, EngineStats
+from .messages import DraftStats, EngineStats, SelectionStats
 from .roster import Roster
+
+STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 @dataclass
@@ -17,6 +21,7 @@ class Counters:
     num_prefix_queries, num_prefix_hits: prompt tokens of requests that looked into the prefix cache
         when they first ran, and those that they found there.
     step_seconds: time that steps took to compute; a step that failed is not among them.
+    step_sizes: see EngineStats. selection: counted by the model's attention; None without indexer.
     """
 
     num_steps: int = 0
@@ -26,6 +31,14 @@ class Counters:
     num_preemptions: int = 0
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
+    num_step_tokens: int = 0
+    step_sizes: list[int] = field(default_factory=lambda: [0] * (len(STEP_SIZES) + 1))
+    selection: SelectionCounts | None = None
+
+    def count_step(self, num_tokens: int) -> None:
+        self.num_steps += 1
+        self.num_step_tokens += num_tokens
+        self.step_sizes[bisect_left(STEP_SIZES, num_tokens)] += 1
 
 
 def engine_stats(
@@ -48,5 +61,14 @@ def engine_stats(
         num_evictions=cache.num_evictions,
         num_host_pages=0 if cache.tier is None else len(cache.tier),
         num_host_loads=cache.num_loads,
+        num_step_tokens=counters.num_step_tokens,
+        step_sizes=tuple(counters.step_sizes),
         drafts=drafts,
+        selection=_selection_stats(counters.selection),
     )
+
+
+def _selection_stats(counts: SelectionCounts | None) -> SelectionStats | None:
+    if counts is None:
+        return None
+    return SelectionStats(counts.num_timed, counts.seconds, counts.num_rows, counts.num_keys)

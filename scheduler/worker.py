@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
+from ..attention.sparse.selection_counts import SelectionCounts
 from ..configs.engine import EngineConfig
 from ..configs.log_lines import set_up_logging
 from ..configs.sampling import SamplingParams
@@ -53,6 +54,8 @@ class LoadedEngine(Protocol):
     def kv_cache(self) -> KvCache: ...
     @property
     def info(self) -> EngineInfo: ...
+    @property
+    def selection(self) -> SelectionCounts | None: ...
 
 
 class CheckedStart(Protocol):
@@ -117,6 +120,7 @@ def _run(link: EngineLink, config: EngineConfig, check: Checker) -> None:
     HangWatchdog(config.warm_up_timeout).restart()
     warm_up(loaded.runner, new_scheduler(config, info, loaded.kv_cache))
     scheduler = new_scheduler(config, info, loaded.kv_cache, _grammars(config, info))
+    scheduler.counters.selection = loaded.selection
     scheduler.check_idle()
     link.send(Ready())
     watchdog = HangWatchdog(config.hang_timeout)

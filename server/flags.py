@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import difflib
 import os
+import re
 import tomllib
 import typing
 from collections.abc import Mapping, Sequence
@@ -251,6 +252,11 @@ def _checked(config: ServerConfig) -> ServerConfig:
         raise UsageError("api_key is empty, so it would guard nothing; leave it out or set one")
     if not 0 <= config.port <= 65535:
         raise UsageError(f"port is {config.port}; it must be from 0 to 65535")
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", config.metrics_prefix):
+        raise UsageError(
+            f"metrics_prefix is {config.metrics_prefix!r}; it must be letters, digits and _, and "
+            "not begin with a digit"
+        )
     limits = dataclasses.asdict(config.limits)
     stored = limits.pop("max_stored_bytes")
     if stored < 0:

@@ -6,7 +6,6 @@ engine hears of every sequence that it still works on, once.
 
 import logging
 import secrets
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,7 +19,8 @@ from .engine_client import EngineCall, EngineClient
 from .errors import ApiError, internal
 from .faults import fault_of
 from .long_text import in_thread_if_long
-from .metrics import Metrics, RequestTimes
+from .metrics import Metrics
+from .request_times import RequestTimes
 from .sequence import ChoiceText, Update, join_updates
 
 SCORE_CHARACTERS = 20
@@ -86,12 +86,11 @@ class Generation:
     def __init__(self, plan: Plan, client: EngineClient, metrics: Metrics) -> None:
         self.plan = plan
         self._client = client
-        self._metrics = metrics
         self._call: EngineCall | None = None
         # Of our own making: while a long prompt is encoded, another request may take the same id.
         self.key = f"{plan.id}-{secrets.token_hex(8)}"
         self._indices = {f"{self.key}-{i}": i for i in range(len(plan.choices))}
-        self._times = RequestTimes(time.monotonic())
+        self._times = RequestTimes(len(plan.choices), metrics)
         self._unfinished = len(plan.choices)
         self._has_failed = False
         self._num_drafted = 0
@@ -133,7 +132,7 @@ class Generation:
                 self._num_accepted += output.num_accepted
                 before = text.num_tokens
                 text.push(output, updates.setdefault(index, Update()))
-                self._times.count(text.num_tokens - before, self._metrics)
+                self._times.count(index, text.num_tokens - before, output.queue_seconds)
                 if text.is_finished:
                     self._unfinished -= 1
                     call.finish(output.request_id)
@@ -151,7 +150,7 @@ class Generation:
             self._call.close()
             self._call = None
             if not self._has_failed:
-                self._times.finish(self.finish_reasons, self._metrics)
+                self._times.finish(self.finish_reasons)
 
     @property
     def first_token_seconds(self) -> float | None:

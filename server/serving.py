@@ -259,6 +259,13 @@ def make_service(
     """The parts of a server whose model is loaded."""
     directory = Path(config.engine.model)
     name = config.served_model_name or directory.resolve().name
+    metrics = Metrics(name, lambda: client.stats, config.metrics_prefix)
+    metrics.describe_cache(
+        page_size=info.page_size,
+        num_pages=info.num_cache_tokens // info.page_size,
+        dtype=info.cache_dtype,
+        prefix_reuse=config.engine.cache.prefix_reuse,
+    )
     return Service(
         config=config,
         model_name=name,
@@ -267,7 +274,7 @@ def make_service(
         chat_format=text.chat_format,
         defaults=text.defaults,
         client=client,
-        metrics=Metrics(name, lambda: client.stats),
+        metrics=metrics,
         seeds=SeedSource(config.engine.seed),
         trials=GrammarTrials(directory, info.vocab_size, info.eos_token_ids),
         keyring=keyring,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from minidsa.attention.sparse.selection_counts import SelectionCounts
 from minidsa.configs.engine import EngineConfig, SchedulerConfig
 from minidsa.configs.engine_info import EngineInfo, StartPlan
 from minidsa.configs.logprobs import TokenLogprobs
@@ -210,6 +211,7 @@ class FakeLoaded:
     runner: FakeRunner
     kv_cache: KvCache
     info: EngineInfo
+    selection: SelectionCounts | None = None
 
 
 @dataclass(frozen=True)
@@ -242,6 +244,7 @@ class FakeTarget:
             device="cpu",
             attention_backend="none",
             cache_bytes_per_token=4,
+            cache_dtype="float32",
             notes=[],
             max_model_len=config.max_model_len or 128,
             page_size=page_size,

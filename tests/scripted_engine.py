@@ -162,7 +162,10 @@ class ScriptedEngine:
             if params.logprobs is not None:
                 logprobs = [score(i, params.logprobs) for i in ids]
             output = RequestOutput(name, ids, reason, logprobs, prompt_logprobs)
-            await self._emit(msgspec.structs.replace(output, cached_tokens=self.cached))
+            waited = 0.0 if count == len(ids) else None
+            await self._emit(
+                msgspec.structs.replace(output, cached_tokens=self.cached, queue_seconds=waited)
+            )
             ids, prompt_logprobs = [], None
             if reason is not None:
                 return
@@ -203,6 +206,7 @@ INFO = EngineInfo(
     page_size=16,
     num_cache_tokens=4096,
     cache_bytes_per_token=64,
+    cache_dtype="float32",
     max_num_seqs=64,
     max_num_batched_tokens=256,
     max_prefill_tokens=64,
@@ -246,6 +250,8 @@ async def serving(
     engine.emit(Loaded(info))
     loaded = await client.load()
     client.start()
+    metrics = Metrics("tiny", lambda: client.stats, config.metrics_prefix)
+    metrics.describe_cache(page_size=16, num_pages=256, dtype="float32", prefix_reuse=True)
     service = Service(
         config=config,
         model_name=config.served_model_name or "tiny",
@@ -254,7 +260,7 @@ async def serving(
         chat_format=DeepseekV32(),
         defaults=SamplingDefaults(),
         client=client,
-        metrics=Metrics("tiny", lambda: client.stats),
+        metrics=metrics,
         seeds=SeedSource(config.engine.seed),
         trials=GrammarTrials(Path(config.engine.model), loaded.vocab_size, loaded.eos_token_ids),
         keyring=read_keyring(config.api_key, config.api_key_file),

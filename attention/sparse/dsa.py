@@ -5,6 +5,7 @@ The choice is made for the extend part and the decode part of a step apart, from
 length of the whole request counts, not that of the chunk in hand.
 """
 
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Literal
@@ -19,6 +20,7 @@ from ..metadata import AttentionBatch, Part
 from ..workspace import SCORES_BYTES
 from .choice import Choice
 from .selection import OnScores, OnSelect, SelectionSize, Watch, new_selection
+from .selection_clock import SelectionClock
 
 Mode = Literal["auto", "sparse", "dense"]
 
@@ -79,6 +81,7 @@ class DsaBackend:
         self.on_scores: OnScores | None = None
         self.on_select = on_select
         self.check_selections = check_selections
+        self.clock = SelectionClock(storage.latent_LSC.device)
         self._scores_X = self._score_room()
 
     def under(self, rule: AttentionRule) -> "DsaBackend":
@@ -147,6 +150,13 @@ class DsaBackend:
     def _is_sparse(self, part: Part) -> bool:
         return len(part) > 0 and self.selects(part.longest)
 
+    def count(self, parts: Iterable[Sequence[int]]) -> None:
+        """Note the keys of a step: the lengths of its extends and of its decodes, whether they are
+        planned anew or replayed."""
+        for kv_lens in parts:
+            if kv_lens and self.selects(max(kv_lens)):
+                self.clock.count_keys(kv_lens, self.size.topk)
+
     def selects(self, longest: int) -> bool:
         return longest > self.size.topk if self.mode == "auto" else self.mode == "sparse"
 
@@ -174,7 +184,8 @@ class DsaBackend:
                 f"the plan selects in layer {layer.index}, but the query has no index part"
             )
         else:
-            choice.score(layer.index, q.index, self.storage)
+            with self.clock.timing():
+                choice.score(layer.index, q.index, self.storage)
         return choice.attend(layer, q, self.storage)
 
 

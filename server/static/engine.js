@@ -27,11 +27,11 @@ const CHARTS = [
   ["Prompt tokens", perSecond("prompt_tokens_total"), rate],
 ];
 
-/** The samples of minidsa by name, those with more labels than the model left out. */
+/** The samples by name without its prefix, those with more labels than the model left out. */
 export function readMetrics(text) {
   const values = {};
   for (const line of text.split("\n")) {
-    const found = /^minidsa:(\w+)\{model_name="(?:[^"\\]|\\.)*"\} (\S+)$/.exec(line);
+    const found = /^[A-Za-z_]\w*:(\w+)\{model_name="(?:[^"\\]|\\.)*"\} (\S+)$/.exec(line);
     if (found) values[found[1]] = Number(found[2]);
   }
   return values;

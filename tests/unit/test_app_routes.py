@@ -14,6 +14,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from minidsa.configs.server import LimitsConfig
+from minidsa.scheduler.messages import DraftStats, EngineStats, Heartbeat, SelectionStats
+from minidsa.scheduler.stats import STEP_SIZES
 from minidsa.server import gate, keys
 from minidsa.server.chat_protocol import ChatRequest
 from minidsa.server.protocol import CompletionRequest
@@ -317,12 +319,77 @@ async def test_api_96_metrics():
         assert after["minidsa:request_success_totallength"] == 3
         assert after["minidsa:time_to_first_token_seconds_count"] == 2
         assert after["minidsa:e2e_request_latency_seconds_count"] == 2
+        for name in ("queue_time", "prefill_time", "decode_time", "time_per_output_token"):
+            assert after[f"minidsa:request_{name}_seconds_count"] == 3, name
+        # Three choices of four tokens: nine came behind another one.
+        assert after["minidsa:inter_token_latency_seconds_count"] == 9
         assert all(after[name] >= value for name, value in before.items())
         text = (await bed.client.get("/metrics")).text
-        assert 'http_requests_total{route="/v1/chat/completions",status="200"} 2.0' in text
+        assert (
+            'http_requests_total{model_name="tiny",route="/v1/chat/completions",status="200"} 2.0'
+            in text
+        )
         await bed.client.get("/secret/path")
         text = (await bed.client.get("/metrics")).text
         assert 'route="unmatched",status="404"' in text and "secret" not in text
+
+
+REFERENCE_METRICS = (
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+    "num_preemptions_total",
+    "request_success_total",
+    "time_to_first_token_seconds_bucket",
+    "inter_token_latency_seconds_bucket",
+    "request_time_per_output_token_seconds_bucket",
+    "e2e_request_latency_seconds_bucket",
+    "request_queue_time_seconds_bucket",
+    "request_prefill_time_seconds_bucket",
+    "request_decode_time_seconds_bucket",
+    "iteration_tokens_total_bucket",
+    "cache_config_info",
+    "spec_decode_num_drafts_total",
+    "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_accepted_tokens_total",
+    "indexer_time_seconds_sum",
+    "sparse_topk_used_sum",
+    "http_requests_total",
+)
+
+
+async def test_api_96_every_metric_has_the_prefix_that_is_set_and_the_model():
+    selection = SelectionStats(num_timed=4, seconds=0.5, num_rows=2, num_keys=96)
+    stats = EngineStats(
+        num_steps=3,
+        num_step_tokens=42,
+        step_sizes=(1, 0, 1, 1, *(0,) * (len(STEP_SIZES) - 3)),
+        drafts=DraftStats(1, 2, 1, [1, 0], 2),
+        selection=selection,
+    )
+    async with serving(config=server_config(metrics_prefix="vllm")) as bed:
+        bed.engine.emit(Heartbeat(stats))
+        await until(lambda: bed.service.client.stats == stats)
+        await bed.client.get("/health")
+        text = (await bed.client.get("/metrics")).text
+    samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+    names = {sample.name for sample in samples}
+    assert {f"vllm:{name}" for name in REFERENCE_METRICS} - names == set()
+    ours = [sample for sample in samples if not sample.name.endswith("_created")]
+    assert all(s.name.startswith("vllm:") and s.labels["model_name"] == "tiny" for s in ours)
+    values = {(s.name.partition(":")[2], s.labels.get("le")): s for s in samples}
+    (cache,) = (s for s in samples if s.name == "vllm:cache_config_info")
+    assert (cache.value, cache.labels["block_size"]) == (1, "16")
+    assert cache.labels["num_gpu_blocks"] == "256"
+    assert values["indexer_time_seconds_sum", None].value == 0.5
+    assert values["sparse_topk_used_sum", None].value == 96
+    steps = [values["iteration_tokens_total_bucket", le].value for le in ("1.0", "16.0", "+Inf")]
+    assert steps == [1, 2, 3]
+    assert values["iteration_tokens_total_sum", None].value == 42
 
 
 async def test_server_info_tells_no_secrets():

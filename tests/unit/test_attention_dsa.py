@@ -7,6 +7,7 @@ from attention_bed import TOPK, Bed, Chunk, assert_close
 from minidsa.attention.base import Query
 from minidsa.attention.dense.torch_ref import TorchDenseBackend
 from minidsa.attention.sparse.dsa import DsaBackend
+from minidsa.configs.sampling import AttentionRule
 
 
 def dsa(bed: Bed, topk: int = TOPK, **kwargs) -> DsaBackend:
@@ -262,3 +263,19 @@ def test_constructor_refuses():
         dsa(bed, topk=0)
     with pytest.raises(ValueError, match="mode 'both' does not exist; there are: auto, sparse"):
         dsa(bed, mode="both")
+
+
+def test_selections_are_timed_and_their_keys_counted():
+    bed = bed_of(TOPK + 4, 3)
+    backend = dsa(bed)
+    counts = backend.clock.counts
+    bed.step(backend, [Chunk("r0", 0, TOPK)], 1)
+    assert counts.num_timed == 0  # every key was attended to: nothing to select
+    bed.step(backend, [Chunk("r0", TOPK, TOPK + 4)], 1)
+    assert counts.num_timed == 1 and counts.seconds > 0  # of the one layer
+    for lengths in ((TOPK + 4, 3), (TOPK,)):
+        backend.count(([], lengths))
+    assert (counts.num_rows, counts.num_keys) == (2, TOPK + 3)
+    other = backend.under(AttentionRule(index_topk=2))
+    other.count(([5], []))
+    assert (counts.num_rows, counts.num_keys) == (3, TOPK + 5)

@@ -28,7 +28,7 @@ COMMANDS = [
     Shutdown(),
 ]
 INFO = messages.EngineInfo(
-    "m", 9, 8, [1], 2, 3, "f", "cpu", "b", 4, 5, 6, 7, 8, 9, "none", 0, ["note"]
+    "m", 9, 8, [1], 2, 3, "f", "cpu", "b", 4, 5, 6, "f", 7, 8, 9, "none", 0, ["note"]
 )
 EVENTS = [
     messages.Loaded(INFO),

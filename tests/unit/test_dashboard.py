@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from minidsa.scheduler.messages import DraftStats, EngineStats
+from minidsa.scheduler.messages import DraftStats, EngineStats, SelectionStats
 from minidsa.server.metrics import Metrics
 
 FILE = Path(__file__).parents[2] / "docs" / "grafana" / "minidsa.json"
@@ -14,7 +14,9 @@ FILE = Path(__file__).parents[2] / "docs" / "grafana" / "minidsa.json"
 
 def test_every_metric_and_label_of_the_dashboard_exists():
     stats = msgspec.structs.replace(EngineStats(), drafts=DraftStats(1, 1, 1, [1], 1))
+    stats = msgspec.structs.replace(stats, selection=SelectionStats(1, 1.0, 1, 1))
     metrics = Metrics("tiny", lambda: stats)
+    metrics.describe_cache(page_size=16, num_pages=9, dtype="fp8", prefix_reuse=True)
     metrics.count_http("/health", 200)
     text = metrics.render().decode()
     exported = set(re.findall(r"^(minidsa:\w+)", text, re.MULTILINE))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from minidsa.scheduler.messages import DraftStats, EngineStats
+from minidsa.scheduler.messages import DraftStats, EngineStats, SelectionStats
 from minidsa.server.errors import ApiError
 from minidsa.server.metrics import Metrics
 
@@ -38,8 +38,9 @@ def file_list() -> str:
 
 def metric_table() -> str:
     """The table of docs/api.md, of a server that drafts and so has all of them."""
-    stats = EngineStats(drafts=DraftStats(1, 1, 1, [1], 1))
+    stats = EngineStats(drafts=DraftStats(1, 1, 1, [1], 1), selection=SelectionStats(1, 1.0, 1, 1))
     metrics = Metrics("model", lambda: stats)
+    metrics.describe_cache(page_size=16, num_pages=9, dtype="fp8", prefix_reuse=True)
     metrics.count_http("/health", 200)
     registry: CollectorRegistry = metrics._registry
     rows = ["| metric | kind | what it counts |", "|---|---|---|"]
@@ -47,7 +48,8 @@ def metric_table() -> str:
         suffix = "_total" if family.type == "counter" else ""
         labels = sorted({name for sample in family.samples for name in sample.labels})
         names = [name for name in labels if name not in ("le", "model_name")]
-        more = f", by {' and '.join(names)}" if names else ""
+        more = f", by {', '.join(names[:-1])} and {names[-1]}" if names[1:] else ""
+        more = more or (f", by {names[0]}" if names else "")
         rows.append(f"| `{family.name}{suffix}` | {family.type} | {family.documentation}{more} |")
     return "\n".join(rows) + "\n"
 

@@ -13,9 +13,11 @@ from minidsa.configs.engine import SchedulerConfig
 from minidsa.kv_cache.cache import KvCache
 from minidsa.model.sequence import SequenceOutput
 from minidsa.scheduler.admission import DuplicateId, Overloaded, Refused
+from minidsa.scheduler.launch import launch
 from minidsa.scheduler.request import Phase, State
 from minidsa.scheduler.scheduler import Scheduler
-from scheduler_fakes import Driver, Plan, expected, submit
+from minidsa.scheduler.stats import STEP_SIZES
+from scheduler_fakes import Driver, FakeRunner, Plan, expected, submit
 
 
 def prompt(length, start=1):
@@ -398,3 +400,25 @@ def test_scheduling_needs_no_torch():
     code = "; ".join(f"import minidsa.scheduler.{name}" for name in modules)
     code += "; import sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_outputs_say_how_long_a_request_waited_and_steps_are_counted_by_size():
+    now = [5.0]
+    cache = KvCache(64, 4)
+    config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=8)
+    scheduler = Scheduler(config, cache, 128, 512, clock=lambda: now[0])
+    runner = FakeRunner(64, 4, Plan())
+    scheduler.add(submit("a", prompt(9), 2))
+    scheduler.add(submit("b", prompt(3), 1))
+    waits = {}
+    while step := scheduler.schedule():
+        now[0] += 1.0
+        for output in scheduler.commit(step, launch(runner, step)):
+            waits.setdefault(output.request_id, []).append(output.queue_seconds)
+    assert waits == {"a": [0.0, None], "b": [3.0]}
+    stats = scheduler.stats()
+    # Prompts of 9 and 3 tokens in chunks of at most 8, and one decode.
+    assert stats.num_step_tokens == 9 + 1 + 3 and stats.num_steps == 4
+    assert dict(zip(STEP_SIZES, stats.step_sizes, strict=False)) == {1: 2, 8: 2} | dict.fromkeys(
+        STEP_SIZES[2:], 0
+    )
