@@ -24,7 +24,14 @@ from .generation import Choice
 from .grammars import chat_grammar
 from .long_text import in_thread_if_long
 from .prompt_runs import Run
-from .sampling import OutputShape, asked_tokens, check_sampling, child_seed, resolve
+from .sampling import (
+    OutputShape,
+    asked_tokens,
+    check_sampling,
+    child_seed,
+    limit_field,
+    resolve,
+)
 from .sequence import ChoiceText, EndRules
 from .service import Service
 
@@ -126,7 +133,8 @@ async def prepare_chat(service: Service, body: Body[ChatRequest]) -> PreparedCha
         raise invalid_value("top_logprobs", "top_logprobs needs logprobs to be true")
     asked = asked_tokens(request)
     if asked == 0:
-        raise invalid_value("max_tokens", "max_tokens must be at least 1")
+        name = limit_field(request)
+        raise invalid_value(name, f"{name} must be at least 1, not 0")
     prompt = await encode_chat(service, body, request, request.messages, asked)
     max_tokens = service.output_limit("messages", len(prompt.ids), asked, None)
     if request.min_tokens > max_tokens:

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
 
 from .chat_messages import Message, ToolCall
 from .errors import invalid_value, shown
 from .protocol import MAX_LOGPROBS, GenerationRequest
 from .structured_fields import AnswerFormat
-from .validation import NEUTRAL, RequestModel, Strict, refuse, wrong
+from .validation import NEUTRAL, Strict, refuse, wrong
 
 MAX_TOOLS = 128
 _THINKING_KEYS = frozenset({"thinking", "enable_thinking"})
@@ -142,7 +142,7 @@ class FunctionDefinition(Strict):
 class Tool(Strict):
     """One entry of `tools`."""
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: FunctionDefinition
 
 
@@ -155,12 +155,12 @@ class NamedFunction(Strict):
 class NamedTool(Strict):
     """A tool choice that names its function."""
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: NamedFunction
 
 
 def _tool_choice(value: Any) -> Any:
-    if value in ("auto", "none", "required") or isinstance(value, dict):
+    if isinstance(value, dict) or value in ("auto", "none", "required"):
         return value
     raise wrong("must be 'auto', 'none', 'required' or an object that names a function")
 
@@ -199,8 +199,9 @@ def _template_kwargs(value: Any) -> bool | None:
 
 
 ToolChoice = Annotated[
-    Literal["auto", "none", "required"] | NamedTool,
-    Field(union_mode="left_to_right"),
+    Annotated[Literal["auto", "none", "required"], Tag("<word>")]
+    | Annotated[NamedTool, Tag("<function>")],
+    Discriminator(lambda value: "<word>" if isinstance(value, str) else "<function>"),
     BeforeValidator(_tool_choice),
 ]
 TemplateSwitch = Annotated[
@@ -268,33 +269,3 @@ class ChatRequest(ChatPromptFields, GenerationRequest):
         if self.thinking_token_budget is not None or self.thinking is None:
             return self.thinking_token_budget
         return self.thinking.budget_tokens
-
-
-class PromptRequest(ChatPromptFields, RequestModel):
-    """A prompt, or a chat as generation would encode it."""
-
-    model: str = ""
-    prompt: str | None = None
-    content: str | None = None
-    messages: list[ChatMessage] = Field(default_factory=list)
-    add_special_tokens: bool = True
-
-
-class TokenizeRequest(PromptRequest):
-    """Body of POST /tokenize."""
-
-    return_token_strs: bool = False
-
-
-class DetokenizeRequest(RequestModel):
-    """Body of POST /detokenize."""
-
-    model: str = ""
-    tokens: list[int]
-
-
-class AbortRequest(RequestModel):
-    """Body of POST /abort: one answer's id, or all of them."""
-
-    request_id: str | None = None
-    all: bool = False

@@ -19,7 +19,14 @@ from .grammars import answer_grammar
 from .long_text import in_thread_if_long
 from .prompt_runs import Control
 from .protocol import CompletionRequest
-from .sampling import OutputShape, asked_tokens, check_sampling, child_seed, resolve
+from .sampling import (
+    OutputShape,
+    asked_tokens,
+    check_sampling,
+    child_seed,
+    limit_field,
+    resolve,
+)
 from .sequence import ChoiceText, EndRules, RawText
 from .service import Service
 from .tokenizer import Tokenizer
@@ -49,7 +56,8 @@ async def prepare_completion(service: Service, body: Body[CompletionRequest]) ->
     service.check_sequences(len(request.prompt), request.n)
     asked = asked_tokens(request)
     if asked == 0 and not request.echo:
-        raise invalid_value("max_tokens", "max_tokens 0 needs echo")
+        name = limit_field(request)
+        raise invalid_value(name, f"{name} 0 needs echo")
     prompts = await in_thread_if_long(body.size, _encode_all, service, request, asked)
     budget = service.config.limits.max_request_tokens
     if sum(len(prompt.ids) for prompt in prompts) > budget:

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 from .bodies import read_body
 from .chat import prepare_chat
 from .chat_answer import ChatRenderer
-from .chat_protocol import AbortRequest, ChatRequest
+from .chat_protocol import ChatRequest
 from .completion_answer import CompletionRenderer
 from .completions import prepare_completion
 from .errors import ApiError, invalid_value
@@ -16,6 +16,7 @@ from .openai_stream import OpenAIStream
 from .protocol import CompletionRequest
 from .running import JSON, handling_of, read_when_ready, run_plan, tenant_of
 from .service import Service
+from .side_protocol import AbortRequest
 
 
 def generating_routes(service: Service) -> APIRouter:

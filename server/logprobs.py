@@ -1,7 +1,8 @@
 """Logprobs in the two shapes clients read, and those of the prompt.
 
-Tokens are named by what they show alone, so a part of a character shows as U+FFFD; `bytes` holds
-its raw UTF-8. JSON has no infinity: minus infinity is written as -9999.
+Tokens are named by what they show alone, a part of a character by its bytes in hexadecimal, as
+OpenAI's completions do; `bytes` holds the raw UTF-8. JSON has no infinity: minus infinity is
+written as -9999.
 """
 
 from collections.abc import Sequence
@@ -21,10 +22,10 @@ def chat_logprobs(
     content = []
     for token_id, entry in zip(token_ids, entries, strict=True):
         tops = [
-            TopLogprob(tokenizer.token_text(i), max(value, FLOOR), list(tokenizer.token_bytes(i)))
+            TopLogprob(_name(tokenizer, i), max(value, FLOOR), list(tokenizer.token_bytes(i)))
             for i, value in zip(entry.top_ids, entry.top_logprobs, strict=True)
         ]
-        text, data = tokenizer.token_text(token_id), list(tokenizer.token_bytes(token_id))
+        text, data = _name(tokenizer, token_id), list(tokenizer.token_bytes(token_id))
         content.append(TokenLogprob(text, max(entry.logprob, FLOOR), data, tops))
     return ChatLogprobs(content)
 
@@ -36,7 +37,7 @@ def completion_logprobs(
     offsets: Sequence[int],
 ) -> CompletionLogprobs:
     """Four lists of one length; an entry of None is a token that nothing predicts."""
-    tokens = [tokenizer.token_text(token_id) for token_id in token_ids]
+    tokens = [_name(tokenizer, token_id) for token_id in token_ids]
     return CompletionLogprobs(
         tokens=tokens,
         token_logprobs=[None if e is None else max(e.logprob, FLOOR) for e in entries],
@@ -52,7 +53,7 @@ def _tops(tokenizer: Tokenizer, chosen: str, entry: TokenLogprobs) -> dict[str, 
     """Alternatives by their text, the likeliest of equal texts; the chosen token is among them."""
     tops: dict[str, float] = {}
     for token_id, value in zip(entry.top_ids, entry.top_logprobs, strict=True):
-        tops.setdefault(tokenizer.token_text(token_id), max(value, FLOOR))
+        tops.setdefault(_name(tokenizer, token_id), max(value, FLOOR))
     tops.setdefault(chosen, max(entry.logprob, FLOOR))
     return tops
 
@@ -75,5 +76,17 @@ def prompt_logprobs(
 
 
 def _candidate(tokenizer: Tokenizer, token_id: int, value: float, rank: int) -> dict[str, Any]:
-    text = tokenizer.token_text(token_id)
+    text = _name(tokenizer, token_id)
     return {"logprob": max(value, FLOOR), "rank": rank, "decoded_token": text}
+
+
+def _name(tokenizer: Tokenizer, token_id: int) -> str:
+    """What a token shows, or `bytes:\\xf0\\x9f`: parts of characters would all look the same."""
+    text = tokenizer.token_text(token_id)
+    if "\ufffd" not in text:
+        return text
+    data = tokenizer.token_bytes(token_id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

@@ -13,11 +13,12 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from .chat_protocol import AbortRequest, ChatRequest, DetokenizeRequest, TokenizeRequest
+from .chat_protocol import ChatRequest
 from .messages_api.protocol import CountRequest, MessagesRequest
 from .protocol import CompletionRequest
 from .responses_api.protocol import ResponsesRequest
 from .session_routes import RestoreSessionRequest, SaveSessionRequest
+from .side_protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
 
 _REF = "#/components/schemas/{model}"
 _BODIES: Mapping[str, type[BaseModel]] = MappingProxyType(

@@ -76,9 +76,7 @@ def check_sampling(request: GenerationRequest, info: EngineInfo, longest: int) -
     vocab_size = info.vocab_size
     asked = asked_tokens(request)
     if asked is not None and asked > longest:
-        is_newer = request.max_completion_tokens is not None
-        name = "max_completion_tokens" if is_newer else "max_tokens"
-        raise output_too_long(name, longest, asked)
+        raise output_too_long(limit_field(request), longest, asked)
     if request.best_of is not None and request.best_of != request.n:
         raise unsupported("best_of", f"best_of must equal n ({request.n}) where it is given")
     if request.stream_options is not None and not request.stream:
@@ -122,6 +120,11 @@ def asked_tokens(request: GenerationRequest) -> int | None:
     """The output limit a request names; the newer of the two fields wins."""
     newer = request.max_completion_tokens
     return request.max_tokens if newer is None else newer
+
+
+def limit_field(request: GenerationRequest) -> str:
+    """The name of the field that `asked_tokens` reads."""
+    return "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
 
 
 @dataclass(frozen=True)

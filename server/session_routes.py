@@ -10,11 +10,11 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from ..scheduler.messages import Answer, RestoreSession, SaveSession
-from .chat_protocol import PromptRequest
 from .errors import ApiError, invalid_value, shown
 from .protocol import Salt
 from .running import JSON, read_when_ready, tenant_of
 from .service import Service
+from .side_protocol import PromptRequest
 from .side_routes import prompt_ids
 from .validation import RequestModel
 

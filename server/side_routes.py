@@ -12,14 +12,14 @@ from ..configs.sampling import SamplingParams
 from ..scheduler.messages import FlushCache, Handling, Submit
 from .bodies import Body, read_body
 from .chat import encode_chat
-from .chat_protocol import DetokenizeRequest, PromptRequest, TokenizeRequest
 from .engine_client import Health
-from .errors import ApiError, invalid_value, model_not_found, unavailable, unsupported
+from .errors import ApiError, invalid_value, model_not_found, unavailable
 from .faults import fault_of
 from .long_text import in_thread_if_long
 from .metrics import CONTENT_TYPE
 from .server_info import describe
 from .service import Service
+from .side_protocol import DetokenizeRequest, PromptRequest, TokenizeRequest
 
 JSON = "application/json"
 _Prompt = TypeVar("_Prompt", bound=PromptRequest)
@@ -149,8 +149,6 @@ async def prompt_ids(service: Service, body: Body[_Prompt]) -> list[int]:
     if len(given) > 1:
         raise invalid_value(given[1], f"{' and '.join(given)} do not go together")
     if fields.messages:
-        if not fields.add_special_tokens:
-            raise unsupported("add_special_tokens", "a chat's prompt has its special tokens")
         return (await encode_chat(service, body, fields, fields.messages)).ids
     text = fields.content if fields.prompt is None else fields.prompt
     if text is None:

@@ -49,6 +49,7 @@ _WORDS: Mapping[str, str] = MappingProxyType(
         "less_than_equal": "must be at most {le}",
         "string_too_short": "must have at least {min_length} characters",
         "string_too_long": "must have at most {max_length} characters",
+        "string_pattern_mismatch": "must match {pattern}",
         "too_short": "must have at least {min_length} entries",
         "too_long": "must have at most {max_length} entries",
     }
@@ -158,7 +159,8 @@ def _problem(problem: ErrorDetails, model: type[BaseModel]) -> str:
         case "missing":
             return f"{path} is required"
         case "extra_forbidden":
-            return f"{path} is not supported by this server{_nearest(path, model)}"
+            near = _nearest(path, model) if "." not in path else ""
+            return f"{path} is not supported by this server{near}"
         case "unsupported" | "invalid":
             return f"{path}: {problem['msg']}"
     words = _WORDS.get(problem["type"], "has a value that is not taken")

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from minidsa.server.chat_protocol import ChatMessage, ChatRequest, TokenizeRequest
+from minidsa.server.chat_protocol import ChatMessage, ChatRequest
 from minidsa.server.messages_api.protocol import MessagesRequest
 from minidsa.server.protocol import CompletionRequest, StreamOptions
 from minidsa.server.responses_api.protocol import ResponsesRequest
+from minidsa.server.side_protocol import TokenizeRequest
 from minidsa.server.validation import IGNORED, RequestModel
 from scripted_engine import serving
 

@@ -53,7 +53,9 @@ async def test_without_a_limit_the_rest_of_the_context_is_free():
     async with serving(lambda submit: [115] * 999) as bed:
         usage = (await post(bed, PATH, messages=HI)).json()["usage"]
         assert usage["total_tokens"] == CONTEXT
-        assert (await post(bed, PATH, messages=HI, max_tokens=0)).status_code == 400
+        for name in ("max_tokens", "max_completion_tokens"):
+            refused = await post(bed, PATH, messages=HI, **{name: 0})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == name
 
 
 async def test_api_16_logprobs_with_bytes():
@@ -67,6 +69,8 @@ async def test_api_16_logprobs_with_bytes():
             assert len(values) == 5 and values == sorted(values, reverse=True)
             same = [t["logprob"] for t in entry["top_logprobs"] if t["bytes"] == entry["bytes"]]
             assert entry["logprob"] in same
+        parts = [entry["token"] for entry in entries if len(entry["bytes"]) == 1][1:-1]
+        assert parts == [f"bytes:\\x{byte:02x}" for byte in "😀".encode()]
         answers = await both(bed, PATH, messages=HI, logprobs=True)
         assert all(entry["top_logprobs"] == [] for entry in answers[0]["logprobs"]["content"])
 

@@ -143,5 +143,5 @@ async def test_http_17_every_length_is_answered(path, field):
         assert (beyond["code"], beyond["param"]) == ("context_length_exceeded", field)
         assert f"maximum context length is {CONTEXT} tokens" in beyond["message"]
         assert f"{field} is {CONTEXT + 1}" in beyond["message"]
-        assert (await _length(bed, path, **{field: 0}))["param"] == "max_tokens"
+        assert (await _length(bed, path, **{field: 0}))["param"] == field
         assert await _length(bed, path) == default

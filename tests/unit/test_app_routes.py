@@ -78,7 +78,6 @@ async def test_api_95_tokens_there_and_back():
         ("/tokenize", {}),
         ("/tokenize", {"prompt": "x", "messages": HI}),
         ("/tokenize", {"prompt": 5}),
-        ("/tokenize", {"messages": HI, "add_special_tokens": False}),
         ("/tokenize", {"messages": HI, "chat_template": "x"}),
         ("/tokenize", {"prompt": "x" * 10**6}),
         ("/abort", {}),

@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 
-from minidsa.server.chat_protocol import ChatRequest, TokenizeRequest
+from minidsa.server.chat_protocol import ChatRequest
 from minidsa.server.errors import ApiError
 from minidsa.server.messages_api.protocol import MessagesRequest
 from minidsa.server.protocol import CompletionRequest
 from minidsa.server.responses_api.protocol import ResponsesRequest
 from minidsa.server.sampling import OutputShape, SamplingDefaults, child_seed, resolve
+from minidsa.server.side_protocol import TokenizeRequest
 from minidsa.server.validation import validate
 from scripted_engine import INFO
 
@@ -250,13 +251,25 @@ def test_http_07_spellings_of_the_thinking_switch(fields, thinks):
 
 
 @pytest.mark.parametrize(
-    "choice",
-    ["maybe", 5, {"type": "function"}, {"type": "custom", "function": {"name": "f"}}, {}],
+    ("choice", "param"),
+    [
+        ("maybe", "tool_choice"),
+        (5, "tool_choice"),
+        ({"type": "function"}, "tool_choice.function"),
+        ({"type": "custom", "function": {"name": "f"}}, "tool_choice.type"),
+        ({"function": {}}, "tool_choice.function.name"),
+        ({}, "tool_choice.function"),
+    ],
 )
-def test_malformed_tool_choices_are_refused(choice):
+def test_malformed_tool_choices_are_refused(choice, param):
     error = refusal(chat, tool_choice=choice)
-    assert (error.param or "").startswith("tool_choice")
-    assert error.code == "invalid_value"
+    assert (error.param, error.code) == (param, "invalid_value")
+
+
+def test_the_type_of_a_function_may_be_left_out():
+    named = chat(tools=[{"function": {"name": "f"}}], tool_choice={"function": {"name": "f"}})
+    typed = {"type": "function", "function": {"name": "f"}}
+    assert named == chat(tools=[typed], tool_choice=typed)
 
 
 VALUES = (True, "x", "", 1.5, -1, 10**30, [], [[]], [1, "a"], {}, {"type": "x"}, float("nan"))
