@@ -25,10 +25,12 @@ import msgspec
 from ..configs.engine import EngineConfig
 from ..configs.engine_info import EngineInfo
 from ..configs.logprobs import TokenLogprobs
-from ..configs.sampling import AttentionRule, SamplingParams
+from ..configs.sampling import SamplingParams
 from ..model.loading import check_start
+from .admission import Refused
 from .launch import Runner
 from .messages import FinishReason, RequestOutput, Submit
+from .offline_checks import check_params, check_prompt
 from .pipeline import Pipeline
 from .scheduler import Scheduler
 from .worker import new_scheduler
@@ -115,24 +117,26 @@ class OfflineEngine:
         """Answers in the order of the prompts, each a text or a list of ids.
 
         params: for all prompts, or one for each; the model's EOS ids are added to their
-        `stop_token_ids` unless `ignore_eos`. Raises ValueError for prompts or parameters of no use,
-        scheduler.admission.Refused for a request that can never be served, and GenerationFailed,
-        once all others are done, where the engine failed on one.
+        `stop_token_ids` unless `ignore_eos`. Nothing is computed before all of them are checked:
+        raises ValueError for one that is wrong, with its place, its field and what is wrong, and
+        GenerationFailed, once all others are done, where the engine failed on one.
         """
+        if isinstance(prompts, str | bytes):
+            raise ValueError("prompts is one text; it must be a list of prompts")
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {len(params)} sampling parameters")
-        for each in params:
-            self._check_rule(each.attention)
-        answers = {
-            f"offline-{next(self._names)}": Generated(self._ids(prompt)) for prompt in prompts
-        }
         ends = [] if ignore_eos else self.info.eos_token_ids
-        waiting = deque(
-            Submit(name, answer.prompt_ids, _ending_at(each, ends))
-            for (name, answer), each in zip(answers.items(), params, strict=True)
-        )
+        answers: dict[str, Generated] = {}
+        waiting: deque[Submit] = deque()
+        for place, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                submit = self._submit(prompt, each, ends)
+            except (ValueError, Refused) as error:
+                raise ValueError(f"prompt {place}: {error}") from None
+            answers[submit.request_id] = Generated(list(submit.prompt_ids))
+            waiting.append(submit)
         try:
             self._run(waiting, answers)
         finally:
@@ -140,20 +144,22 @@ class OfflineEngine:
                 self._scheduler.abort(name)
         return self._finished(list(answers.values()))
 
-    def _check_rule(self, rule: AttentionRule | None) -> None:
-        if rule is None:
-            return
-        topk = self.info.index_topk
-        if topk is None:
-            raise ValueError("the model has no indexer: its attention follows no rule of a request")
-        if rule.index_topk is not None and not 1 <= rule.index_topk <= topk:
-            raise ValueError(f"index_topk is {rule.index_topk}; it must be from 1 to {topk}")
+    def _submit(
+        self, prompt: str | Sequence[int], params: SamplingParams, ends: Sequence[int]
+    ) -> Submit:
+        """A request after all checks; raises ValueError and Refused."""
+        check_prompt(prompt)
+        check_params(params, self.info.vocab_size, self.info.index_topk)
+        name = f"offline-{next(self._names)}"
+        submit = Submit(name, self._ids(prompt), _ending_at(params, ends))
+        self._scheduler.limits.verify(submit)
+        return submit
 
     def _ids(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
             return list(prompt)
         if self._text is None:
-            raise ValueError("a prompt is text, but the engine was loaded without a tokenizer")
+            raise ValueError("it is text, but the engine was loaded without a tokenizer")
         return self._text.encode_text(prompt)
 
     def _run(self, waiting: deque[Submit], answers: dict[str, Generated]) -> None:

@@ -8,7 +8,6 @@ from msgspec import structs
 from checkpoints import t_cpu
 from minidsa.configs.engine import CacheConfig, EngineConfig, SchedulerConfig
 from minidsa.configs.sampling import AttentionRule, SamplingParams
-from minidsa.scheduler.admission import Refused
 from minidsa.scheduler.offline import GenerationFailed, OfflineEngine
 from minidsa.scheduler.worker import new_scheduler
 from scheduler_fakes import VOCAB, FakeTarget, Plan, expected
@@ -87,13 +86,58 @@ def test_a_failure_names_its_prompt_and_leaves_the_engine_alive():
 
 def test_nothing_is_left_behind_by_what_cannot_be_served():
     engine = fake_engine(Plan(fail_steps=frozenset({8})))
-    with pytest.raises(Refused, match="the request names ids"):
+    with pytest.raises(ValueError, match=r"prompt 1: .*the request names ids"):
         engine.generate([[1, 2], [VOCAB]], GREEDY)
     engine.generate([[1, 2]], GREEDY, ignore_eos=True)
     with pytest.raises(RuntimeError, match="planned failure"):
         engine.generate([[1, 2]] * 3, GREEDY, ignore_eos=True)
     (answer,) = engine.generate([[1, 2]], GREEDY, ignore_eos=True)
     assert answer.token_ids == expected([1, 2], 6)
+
+
+WRONG = [
+    ("temperature", -0.5), ("temperature", float("nan")), ("temperature", "1"), ("top_p", 0.0),
+    ("top_p", 1.5), ("top_k", -1), ("top_k", 1.0), ("min_p", 2), ("presence_penalty", 3),
+    ("frequency_penalty", -2.5), ("repetition_penalty", 0), ("max_tokens", -1),
+    ("max_tokens", 2.0), ("max_tokens", True), ("seed", 2**64), ("seed", None), ("min_tokens", 99),
+    ("stop_token_ids", [VOCAB]), ("stop_token_ids", [1.0]), ("stop_token_ids", 5),
+    ("logit_bias", {-1: 1.0}), ("logit_bias", {1: 101}), ("logit_bias", [1]), ("logprobs", -1),
+    ("logprobs", VOCAB + 1), ("prompt_logprobs", True), ("thinking_budget", 0),
+    ("attention", AttentionRule("dense")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_wrong_parameters_are_refused_by_place_and_field(name, value):
+    engine = fake_engine()
+    wrong = replace_params(**{"max_tokens": 6, name: value})
+    with pytest.raises(ValueError, match=rf"^prompt 1: {name}") as error:
+        engine.generate([[1, 2], [3]], [GREEDY, wrong], ignore_eos=True)
+    assert "\n" not in str(error.value)
+    assert engine._scheduler.stats().num_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ([1.0, 2.0], "its ids must be int, not 1.0"),
+        ([True], "its ids must be int, not True"),
+        (["a"], "its ids must be int, not 'a'"),
+        ([], "the prompt holds no tokens"),
+        ([1] * 200, "the prompt holds 200 tokens; at most 128 fit"),
+        (5, "it must be a text or a list of ids, not 5"),
+        (b"ab", "it must be a text or a list of ids"),
+        (None, "it must be a text or a list of ids"),
+    ],
+)
+def test_impossible_prompts_are_refused_by_their_place(prompt, words):
+    engine = fake_engine()
+    with pytest.raises(ValueError, match=f"^prompt 2: {words}"):
+        engine.generate([[1], [2], prompt], GREEDY, ignore_eos=True)
+    with pytest.raises(ValueError, match="prompts is one text"):
+        engine.generate("one prompt", GREEDY)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="prompt 0: params must be SamplingParams"):
+        engine.generate([[1]], [{"max_tokens": 3}])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("topk", [0, 17])
