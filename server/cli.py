@@ -61,6 +61,7 @@ from .offline_commands import (
     check_settings,
     run_generate,
     run_verify,
+    unused_settings,
 )
 from .serving import Serving
 
@@ -114,6 +115,9 @@ def _run(arguments: list[str]) -> int:
         check_settings(parsed)
     config = _with_checkpoint(read_settings(parsed))
     if parsed.command in ("generate", "verify"):
+        if unused := unused_settings(parsed.command, config):
+            names = ", ".join(unused)
+            print(f"minidsa: {parsed.command} does not use {names}", file=sys.stderr)
         return (run_generate if parsed.command == "generate" else run_verify)(parsed, config)
     return _serve(config) if parsed.command == "serve" else _plan(config, parsed.gpu, parsed.tp)
 

@@ -124,11 +124,18 @@ GROUPS: tuple[Group, ...] = (
 )
 FLAGS = tuple(flag for _, flags in GROUPS for flag in flags)
 
-# Of a command that loads a checkpoint and serves nobody: what has routes has no use there.
+# Of commands that load a checkpoint and serve nobody: what has routes has no use there, nor has a
+# source of seeds where every text has its own.
 _WITH_ROUTES = ("--session-dir", "--profile-dir")
-ENGINE_GROUPS = tuple(
-    (title, tuple(flag for flag in flags if flag.name not in _WITH_ROUTES))
-    for title, flags in GROUPS
-    if flags[0].target.startswith("engine.")
-)
-ENGINE_FLAGS = tuple(flag for _, flags in ENGINE_GROUPS for flag in flags)
+
+
+def _engine_groups(left_out: tuple[str, ...]) -> tuple[Group, ...]:
+    return tuple(
+        (title, tuple(flag for flag in flags if flag.name not in left_out))
+        for title, flags in GROUPS
+        if flags[0].target.startswith("engine.")
+    )
+
+
+GENERATE_GROUPS = _engine_groups(_WITH_ROUTES)
+VERIFY_GROUPS = _engine_groups((*_WITH_ROUTES, "--seed"))

@@ -2,8 +2,10 @@
 
 import argparse
 import asyncio
+import dataclasses
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from ..configs.server import ServerConfig
 from ..scheduler.process import verify_checkpoint
 from .engine_client import StartFailed
 from .errors import ApiError
-from .flag_table import ENGINE_FLAGS, ENGINE_GROUPS
+from .flag_table import GENERATE_GROUPS, VERIFY_GROUPS, Group
 from .flags import UsageError, add_flags
 from .generate_command import generate
 from .tokenizer_files import read_settings
@@ -31,12 +33,29 @@ _SAMPLING = (
     ("--attention", str),
     ("--index-topk", int),
 )
-_ENGINE = (*(flag.name for flag in ENGINE_FLAGS), "--config", "--set")
+
+
+def _names(groups: tuple[Group, ...]) -> tuple[str, ...]:
+    return (*(flag.name for _, flags in groups for flag in flags), "--config", "--set")
+
+
 GENERATE_FLAGS = (
     "--model", "--file", "--chat", "--stop", "--ignore-eos", *(name for name, _ in _SAMPLING),
-    *_ENGINE,
+    *_names(GENERATE_GROUPS),
 )  # fmt: skip
-VERIFY_FLAGS = ("--sequences", "--tokens", "--tolerance", *_ENGINE)
+VERIFY_FLAGS = ("--sequences", "--tokens", "--tolerance", *_names(VERIFY_GROUPS))
+# Settings of the engine that have no use without a server: what has routes, what many clients need.
+_SERVED = (
+    "engine.profile_dir",
+    "engine.cache.session_dir",
+    "engine.log_format",
+    "engine.scheduler.max_queue",
+    "engine.scheduler.queue_timeout",
+    "engine.scheduler.policy",
+)
+# `verify` runs its engine in the process that compares, so nobody watches over its progress.
+_WATCHED = ("engine.hang_timeout", "engine.load_timeout", "engine.warm_up_timeout", "engine.seed")
+_UNUSED = (("generate", _SERVED), ("verify", (*_SERVED, *_WATCHED)))
 DEFAULT_MAX_TOKENS = 128
 INTERRUPTED = 130
 
@@ -53,7 +72,7 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     for name, kind in _SAMPLING:
         default = f" [{DEFAULT_MAX_TOKENS}]" if name == "--max-tokens" else ""
         parser.add_argument(name, type=kind, help=f"as in a request{default}")
-    add_flags(parser, ENGINE_GROUPS)
+    add_flags(parser, GENERATE_GROUPS)
 
 
 def add_verify_flags(parser: argparse.ArgumentParser) -> None:
@@ -65,14 +84,41 @@ def add_verify_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         help="mean distance of logprobs that is taken [0.001 in float32, 0.05 in bfloat16]",
     )
-    add_flags(parser, ENGINE_GROUPS)
+    add_flags(parser, VERIFY_GROUPS)
 
 
 def check_settings(parsed: argparse.Namespace) -> None:
-    """Raise UsageError for a setting of the server, which these commands would not obey."""
+    """Raise UsageError for a `--set` of what these commands would not obey."""
     for setting in parsed.set:
-        if not setting.startswith("engine."):
-            raise UsageError(f"--set {setting}: this command has settings of the engine alone")
+        path = setting.partition("=")[0]
+        if not _is_obeyed(path, parsed.command):
+            raise UsageError(f"--set {setting}: {parsed.command} does not use {path}")
+
+
+def unused_settings(command: str, config: ServerConfig) -> list[str]:
+    """Settings of a file that ask for something and that this command does not obey.
+
+    Files are shared with `serve`, so those are named and not refused. A key comes from the
+    environment as well, which is no mistake.
+    """
+    given, default = (dict(_leaves(dataclasses.asdict(c))) for c in (config, ServerConfig()))
+    return [
+        path
+        for path, value in given.items()
+        if value != default[path] and path != "api_key" and not _is_obeyed(path, command)
+    ]
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _is_obeyed(path: str, command: str) -> bool:
+    return path.startswith("engine.") and path not in dict(_UNUSED)[command]
 
 
 def run_generate(parsed: argparse.Namespace, config: ServerConfig) -> int:

@@ -15,6 +15,7 @@ from minidsa.server.flags import (
     read_settings,
     refuse_unknown,
 )
+from minidsa.server.offline_commands import unused_settings
 from public_configs import MOONLIGHT
 
 
@@ -235,3 +236,23 @@ def test_a_switch_takes_no_value():
 def test_a_negative_keep_alive_interval_is_refused():
     with pytest.raises(UsageError, match="sse_keep_alive_interval is -1"):
         settings("--set", "sse_keep_alive_interval=-1")
+
+
+def test_a_file_of_a_server_is_read_by_other_commands_which_name_what_they_do_not_use(tmp_path):
+    file = tmp_path / "serving.toml"
+    file.write_text(
+        "port = 9\n[limits]\nmax_sequences = 4\n[engine]\nhang_timeout = 5.0\nmax_model_len = 64\n"
+        '[engine.scheduler]\npolicy = "priority"\nmax_queue = 1024\n'
+    )
+    config = settings("--config", str(file), environment={"MINIDSA_API_KEY": "k"})
+    both = ["port", "limits.max_sequences", "engine.scheduler.policy"]
+    assert sorted(unused_settings("generate", config)) == sorted(both)
+    assert sorted(unused_settings("verify", config)) == sorted([*both, "engine.hang_timeout"])
+
+
+def test_the_file_s_unused_settings_are_said_on_stderr(tmp_path, capsys):
+    file = tmp_path / "serving.toml"
+    file.write_text("port = 9\n")
+    with pytest.raises(SystemExit, match="2"):
+        main(["verify", "--config", str(file), "--tokens", "1"])
+    assert "minidsa: verify does not use port\n" in capsys.readouterr().err

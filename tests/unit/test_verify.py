@@ -62,7 +62,11 @@ def test_the_small_checkpoint_agrees_with_transformers():
     [
         (["verify", "--tokens", "1"], "--tokens is too small"),
         (["verify", "--tolerance", "-1"], "--tolerance is -1.0"),
-        (["verify", "--set", "port=1"], "settings of the engine alone"),
+        (["verify", "--set", "port=1"], "verify does not use port"),
+        (["verify", "--set", "engine.hang_timeout=1"], "does not use engine.hang_timeout"),
+        (["generate", "x", "--set", "limits.max_sequences=1"], "does not use limits.max_sequences"),
+        (["generate", "x", "--set", "engine.profile_dir=/p"], "does not use engine.profile_dir"),
+        (["verify", "--seed", "1"], "unknown flag --seed"),
         (["verify", "--tokenz", "8"], "did you mean --tokens"),
         (["generate", "x", "--file", "y"], "and not both"),
         (["generate", "--file", "/nowhere/at/all"], "No such file"),
