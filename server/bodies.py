@@ -18,9 +18,9 @@ from .sse import ClientGone
 from .strict_json import read_object
 from .validation import validate, without_unknown
 
-DRAINED = 16
-"""How many times the limit is read, and dropped, of a body that is over it: a client that is still
-sending when the connection closes would see a reset instead of the answer."""
+DRAINED = 256
+"""How many times the limit is read, and dropped, of a body that is over it, within the time that
+any body has: a client that still sends when the connection closes sees a reset and no answer."""
 
 _Fields = TypeVar("_Fields", bound=BaseModel)
 
