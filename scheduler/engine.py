@@ -94,6 +94,7 @@ class Engine:
     def _receive(self) -> list[RequestOutput] | None:
         """Take in commands, waiting only when there is nothing else to do; None for Shutdown."""
         self._scheduler.check_idle()
+        self._profiler.check()
         timeout = 0.0 if self._scheduler.has_work else HEARTBEAT_SECONDS
         outputs: list[RequestOutput | None] = []
         for command in self._link.receive(timeout):

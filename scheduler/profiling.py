@@ -2,22 +2,50 @@
 
 The trace is what torch's profiler records, operations on the host and kernels on a GPU; Perfetto or
 chrome://tracing shows it. Recording slows every step down, so it is for an operator who asked for
-it with `--profile-dir`.
+it with `--profile-dir`; it ends by itself, so that one who forgets it does not fill the memory.
 """
 
+import os
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from .messages import Answer, StartProfile, StopProfile
 
+RECORDED_SECONDS = 30.0
+"""What is recorded at most; what the engine does after that is not in the trace."""
+EXPORT_SECONDS = 300.0
+"""How long a trace may take to be written before that counts as a hang."""
+ALIVE_SECONDS = 0.2
+
+
+def silence_profiler() -> None:
+    """Keep the profiler's own lines off stderr, where a log of JSON may be written.
+
+    Only what stands in the environment before torch is imported is heard.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
 
 class Profiler:
-    """Answers the two commands; directory None: nothing is ever recorded."""
+    """Answers the two commands; directory None: nothing is ever recorded.
 
-    def __init__(self, directory: Path | None) -> None:
+    `check` is to be called between steps. alive: called now and then while a trace is written.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None,
+        alive: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._directory = directory
+        self._alive = alive
+        self._clock = clock
         self._recording: Any = None
+        self._ends_at: float | None = None
 
     def answer(self, command: StartProfile | StopProfile) -> Answer:
         """What became of a command; a trace that cannot be written is told, not raised."""
@@ -27,7 +55,15 @@ class Profiler:
             return self._start()
         return self._stop(self._directory)
 
+    def check(self) -> None:
+        """End a recording that has become long; it is kept until it is asked for."""
+        if self._ends_at is not None and self._clock() >= self._ends_at:
+            self._ends_at = None
+            self._recording.stop()
+
     def _start(self) -> Answer:
+        if self._recording is not None and self._ends_at is None:
+            return Answer(False, error="a profile waits to be written: stop it first")
         if self._recording is not None:
             return Answer(False, error="a profile is being taken already")
         from torch import profiler  # noqa: PLC0415 - torch belongs to the engine process alone
@@ -37,17 +73,39 @@ class Profiler:
             recording.start()
         except RuntimeError as error:
             return Answer(False, error=f"no profile could be begun: {error}")
-        self._recording = recording
+        self._recording, self._ends_at = recording, self._clock() + RECORDED_SECONDS
         return Answer(True)
 
     def _stop(self, directory: Path) -> Answer:
         if self._recording is None:
             return Answer(False, error="no profile is being taken")
-        recording, self._recording = self._recording, None
+        recording, is_running = self._recording, self._ends_at is not None
+        self._recording = self._ends_at = None
         name = f"engine-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}.json.gz"
         try:
-            recording.stop()
-            recording.export_chrome_trace(str(directory / name))
+            if is_running:
+                recording.stop()
+            self._write(recording, directory / name)
         except (OSError, RuntimeError) as error:
             return Answer(False, error=f"the trace could not be written: {error}")
         return Answer(True, file=name)
+
+    def _write(self, recording: Any, path: Path) -> None:
+        """Write the trace in a thread, so that this one can say that the engine is alive."""
+        failures: list[BaseException] = []
+
+        def export() -> None:
+            try:
+                recording.export_chrome_trace(str(path))
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=export, name="write-trace", daemon=True)
+        thread.start()
+        ends_at = self._clock() + EXPORT_SECONDS
+        while thread.is_alive():
+            thread.join(ALIVE_SECONDS)
+            if self._clock() < ends_at:
+                self._alive()
+        if failures:
+            raise failures[0]

@@ -30,8 +30,18 @@ from .channel import EngineLink
 from .engine import Engine
 from .grammar import GrammarCompiler
 from .launch import Runner, launch
-from .messages import EngineInfo, Failed, Handling, Loaded, Planned, Ready, StartPlan, Submit
-from .profiling import Profiler
+from .messages import (
+    EngineInfo,
+    Failed,
+    Handling,
+    Heartbeat,
+    Loaded,
+    Planned,
+    Ready,
+    StartPlan,
+    Submit,
+)
+from .profiling import Profiler, silence_profiler
 from .recovery import EngineBroken
 from .scheduler import Scheduler
 from .sessions import Sessions
@@ -82,6 +92,7 @@ class StartRefused(Exception):
 def serve(directory: str, config: EngineConfig, check: Checker) -> None:
     """Run the engine until it is told to leave; exits with 1 if it cannot start or go on."""
     set_up_logging(config.log_format, "engine")
+    silence_profiler()
     faulthandler.enable()
     # Chained to the default, which ends the process.
     faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)
@@ -109,7 +120,7 @@ def _run(link: EngineLink, config: EngineConfig, check: Checker) -> None:
         checked = check(config)
         loading.restart()
         directory = _session_directory(config)
-        profiler = Profiler(_folder("profile_dir", config.profile_dir))
+        profile_dir = _folder("profile_dir", config.profile_dir)
         link.send(Planned(checked.plan))
         loaded = checked.load(loading.restart)
         sessions = _sessions(config, loaded, directory)
@@ -124,6 +135,12 @@ def _run(link: EngineLink, config: EngineConfig, check: Checker) -> None:
     scheduler.check_idle()
     link.send(Ready())
     watchdog = HangWatchdog(config.hang_timeout)
+
+    def alive() -> None:
+        watchdog.restart()
+        link.send(Heartbeat(scheduler.stats()))
+
+    profiler = Profiler(profile_dir, alive)
     Engine(loaded.runner, scheduler, link, watchdog, sessions, profiler).run()
 
 

@@ -6,6 +6,7 @@ the log it holds no prompt, no answer and no key. Names are those of OpenTelemet
 generative models and of vLLM's spans.
 """
 
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from .generation import Generation
 
 SERVICE = "minidsa"
 EXPORT_SECONDS = 2.0
-"""How long a collector may take for a batch; the server waits no longer when it leaves."""
+"""How long a collector may take for a batch, and how long the server waits when it leaves."""
 
 
 class Tracing:
@@ -30,7 +31,9 @@ class Tracing:
             TraceContextTextMapPropagator,
         )
 
-        self._provider = TracerProvider(resource=Resource.create({"service.name": SERVICE}))
+        resource = Resource.create({"service.name": SERVICE})
+        # At the exit of the process nobody would bound what `close` bounds.
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer(SERVICE)
         self._kind = SpanKind.SERVER
@@ -63,7 +66,10 @@ class Tracing:
         span.end(end)
 
     def close(self) -> None:
-        self._provider.shutdown()
+        """Send what is left; what a slow collector has not taken in time is dropped."""
+        closing = threading.Thread(target=self._provider.shutdown, name="tracing", daemon=True)
+        closing.start()
+        closing.join(EXPORT_SECONDS)
 
 
 def connect_tracing(endpoint: str | None) -> Tracing | None:

@@ -3,7 +3,7 @@
 import asyncio
 
 from minidsa.scheduler.messages import EngineStats, Outputs, RequestOutput
-from patience import until
+from patience import PATIENCE, until
 from scripted_engine import server_config, serving
 
 PATH = "/health_generate"
@@ -20,6 +20,8 @@ async def test_a_token_is_computed_and_leaves_nothing_behind():
 
 async def test_an_engine_that_does_not_answer_in_time_is_told_to_forget_it():
     async with serving(config=server_config(heartbeat_seconds=0.5)) as bed:
+        # The engine stays alive, however slow the machine is: only the token does not come.
+        bed.service.client._heartbeat_seconds = PATIENCE
         bed.engine.held = True
         answer = await bed.client.get(PATH)
         assert answer.status_code == 503

@@ -3,13 +3,16 @@
 import dataclasses
 import gzip
 import json
+import subprocess
+import sys
+import threading
 
 import pytest
 import torch
 
 from minidsa.configs.setting_error import SettingError
 from minidsa.scheduler.messages import StartProfile, StopProfile
-from minidsa.scheduler.profiling import Profiler
+from minidsa.scheduler.profiling import RECORDED_SECONDS, Profiler
 from minidsa.scheduler.worker import _folder
 from scripted_engine import server_config, serving
 
@@ -25,6 +28,53 @@ def test_a_trace_is_written_between_start_and_stop(tmp_path):
     with gzip.open(tmp_path / answer.file) as file:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert "aten::matmul" in names
+
+
+def test_a_recording_that_is_forgotten_ends_by_itself(tmp_path):
+    now = [0.0]
+    profiler = Profiler(tmp_path, clock=lambda: now[0])
+    assert profiler.answer(StartProfile()).done
+    profiler.check()
+    torch.matmul(torch.ones(3, 3), torch.ones(3, 3))
+    now[0] = RECORDED_SECONDS
+    profiler.check()
+    torch.sigmoid(torch.ones(3))
+    assert "stop it first" in profiler.answer(StartProfile()).error
+    answer = profiler.answer(StopProfile())
+    assert answer.done
+    with gzip.open(tmp_path / answer.file) as file:
+        names = {event.get("name") for event in json.load(file)["traceEvents"]}
+    assert "aten::matmul" in names and "aten::sigmoid" not in names
+    assert profiler.answer(StartProfile()).done and profiler.answer(StopProfile()).done
+
+
+def test_the_engine_says_that_it_is_alive_while_a_trace_is_written(tmp_path, monkeypatch):
+    calls = []
+    profiler = Profiler(tmp_path, alive=lambda: calls.append(1))
+    assert profiler.answer(StartProfile()).done
+    written = threading.Event()
+
+    def slow(self, path):
+        while len(calls) < 3:
+            written.wait(0.01)
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", slow)
+    assert "the disk is full" in profiler.answer(StopProfile()).error
+    assert len(calls) >= 3
+
+
+def test_the_profiler_writes_nothing_to_stderr(tmp_path):
+    script = (
+        "import sys; from pathlib import Path; from minidsa.scheduler import profiling as p\n"
+        "from minidsa.scheduler.messages import StartProfile, StopProfile\n"
+        "p.silence_profiler(); assert 'torch' not in sys.modules\n"
+        "profiler = p.Profiler(Path(sys.argv[1]))\n"
+        "assert profiler.answer(StartProfile()).done and profiler.answer(StopProfile()).done"
+    )
+    run = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert done.stderr == "" and list(tmp_path.iterdir())
 
 
 def test_without_a_folder_nothing_is_recorded(tmp_path):

@@ -11,6 +11,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from minidsa.server.answer_log import AnswerLog
 from minidsa.server.gate import Gate
 from minidsa.server.tracing import Tracing, connect_tracing
+from patience import PATIENCE
 from scripted_engine import EOS, serving
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -54,7 +55,7 @@ def test_spans_reach_a_collector():
             """Nothing: stderr is for failures."""
 
     with HTTPServer(("127.0.0.1", 0), Collector) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         tracing = connect_tracing(f"http://127.0.0.1:{server.server_port}/v1/traces")
         assert tracing is not None
@@ -63,6 +64,27 @@ def test_spans_reach_a_collector():
         server.shutdown()
         thread.join()
     assert seen and seen[0][0] == "/v1/traces" and seen[0][1] > 0
+
+
+def test_a_collector_that_does_not_answer_delays_the_end_for_a_bounded_time():
+    asked, free = threading.Event(), threading.Event()
+
+    class Stuck(InMemorySpanExporter):
+        def export(self, spans: Any) -> Any:
+            asked.set()
+            free.wait()
+            return super().export(spans)
+
+    exporter = Stuck()
+    tracing = Tracing(exporter)
+    for _ in range(2000):  # several batches
+        tracing._tracer.start_span("one").end()
+    closing = threading.Thread(target=tracing.close, daemon=True)
+    closing.start()
+    assert asked.wait(PATIENCE)
+    closing.join(PATIENCE)
+    assert not closing.is_alive() and not exporter.get_finished_spans()
+    free.set()
 
 
 def test_no_endpoint_is_no_tracing_and_a_wrong_one_is_told(monkeypatch):
