@@ -14,8 +14,8 @@ from typing import Any
 
 from .messages import Answer, StartProfile, StopProfile
 
-RECORDED_SECONDS = 30.0
-"""What is recorded at most; what the engine does after that is not in the trace."""
+RECORDED_SECONDS = 5.0
+"""What is recorded at most, some 100 MB of trace; what the engine does after that is not in it."""
 EXPORT_SECONDS = 300.0
 """How long a trace may take to be written before that counts as a hang."""
 ALIVE_SECONDS = 0.2
