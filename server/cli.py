@@ -209,7 +209,8 @@ def _make_checkpoint(directory: Path, seed: int) -> int:
         make_checkpoint(str(directory), seed)
     except RuntimeError as error:
         raise StartFailed(str(error)) from None
-    print(f"wrote a random checkpoint to {directory}; serve it with: minidsa serve {directory}")
+    again = f"{sys.argv[0]} serve {directory}"
+    print(f"wrote a random checkpoint to {directory}; serve it with: {again}")
     return 0
 
 
