@@ -28,6 +28,8 @@ from minidsa.server.http_client import ServerAddress
 # Requests at once, words of a prompt (a token or two each), rounds.
 LOADS = ((1, 1500, 3), (16, 4000, 2), (64, 1500, 2))
 ANSWER = 128
+# Ids that the small tokenizer makes of text, and those that the model chooses from.
+WORDS, VOCABULARY = 4096, 129280
 _READY = re.compile(r"ready: (http://\S+)")
 
 
@@ -35,7 +37,12 @@ def write_folder(folder: Path, layers: int) -> None:
     """What a server needs to know of the slice: its configuration and a tokenizer."""
     config = V32 | {"num_hidden_layers": layers, "max_position_embeddings": 65536}
     (folder / "config.json").write_text(json.dumps(config))
-    write_tokenizer(folder, 4096)
+    write_tokenizer(folder, WORDS)
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    # Every id of the model is some text, so that a first token shows as soon as it is there.
+    tokenizer["model"]["vocab"] |= {f"w{i}": i for i in range(WORDS, VOCABULARY)}
+    path.write_text(json.dumps(tokenizer))
 
 
 @contextmanager
