@@ -174,12 +174,13 @@ def _multiply(
     for i in range(pairs):
         phase = i & 1
         begin = first + i * 128 + TILE * 64
+        scores = _scores(q, q_rope, latent, rope, full, i, zeros, TILE)
+        # Not before the products are under way: their fences wait for loads.
         if PAGE == 0:
             seen = gl.expand_dims(slots_of(source_ptr, begin, last, 0, key) >= 0, 0)
         else:
             n = begin + gl.arange(0, 64, layout=key)
             seen = gl.expand_dims(n, 0) < gl.expand_dims(visible, 1)
-        scores = _scores(q, q_rope, latent, rope, full, i, zeros, TILE)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         scores = gl.where(seen, scores * LOG2E, float("-inf"))
         reached = gl.max(scores, 1)
