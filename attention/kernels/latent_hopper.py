@@ -11,11 +11,11 @@ where its rotary part was.
 
 Both callers differ in where a key's slot stands: in a list of slots (PAGE = 0) or in a row of the
 block table. Rows come in 16 bits or in fp8; `latent_hopper_rows.py` fetches them, and converts the
-latter to fp16.
+latter to fp16, which takes a fourth warp group.
 
-The floors are told in `sparse_mla.py` and `mla_decode.py`. Measured on an H200 at 128 heads and 16
-bits: decode over 2048 slots takes 0.8 of the time of FlashMLA over fp8 rows (64 and 128 requests),
-prefill 1.25 of FlashMLA's, dense decode 1.06. Of fp8 rows no time was taken yet.
+The floors are told in `sparse_mla.py` and `mla_decode.py`. Measured on an H200 at 128 heads, of
+FlashMLA's times: decode over 2048 slots 0.94 (64 and 128 requests; 0.75 for rows of 16 bits, which
+FlashMLA does not take), prefill about 1.2, dense decode 1.06.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language import constexpr
 
-from .latent_hopper_rows import barrier, serve, slots_of
+from .latent_hopper_rows import CONVERTING, COPYING, barrier, serve, slots_of
 from .latent_rows import RAISE, Queries, Rows
 from .launch import Tiling, ceil_div
 
@@ -45,8 +45,9 @@ LATENT, ROPE = 512, 64
 FP8_WIDTH = LATENT + 4 * 4 + 2 * ROPE
 # Query rows of a program; keys come in pairs of tiles of 64.
 TILING = Tiling(64, 128, 256, 4, 2, 1, by_hand=True)
-# Of a thread of the second multiplying and of the fetching warp group.
+# Of a thread of the second multiplying and of a fetching warp group.
 REGISTERS = gl.constexpr((208, 88))
+REGISTERS_FP8 = gl.constexpr((200, 56))
 # The multiplying warp groups.
 FIRST, SECOND = gl.constexpr(0), gl.constexpr(1)
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -151,7 +152,7 @@ def _multiply(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
     )
     of_sums: constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128 if FP8 else 256, 16]
     )
     of_weights: constexpr = gl.DotOperandLayout(0, of_sums, 2)
     row: constexpr = gl.SliceLayout(1, of_scores)
@@ -313,12 +314,14 @@ def _attend(
     empty = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    warps: constexpr = CONVERTING if FP8 else COPYING
+    threads: constexpr = 32 * warps
     for at in gl.static_range(4):
         # Every fetching thread says when its own copies are done; then what it converted is, too.
-        mbarrier.init(full.index(at), count=129 if FP8 else 128)
+        mbarrier.init(full.index(at), count=threads + 1 if FP8 else threads)
         mbarrier.init(empty.index(at), count=1)
         mbarrier.init(ready.index(at), count=1)
-    mbarrier.init(q_full, count=130 if FP8 else 128)
+    mbarrier.init(q_full, count=threads + 2 if FP8 else threads)
     fence_async_shared()
     tiles = (q, q_rope, latent, rope)
     barriers = (full, empty, ready, q_full)
@@ -339,6 +342,6 @@ def _attend(
                 last, pairs, stride_q, stride_q_rope, stride, tiles, barriers, PAGE, FP8,
             )),
         ],
-        [4, 4],
-        REGISTERS,
+        [4, warps],
+        REGISTERS_FP8 if FP8 else REGISTERS,
     )  # fmt: skip
