@@ -113,13 +113,13 @@ class ModelDriver:
             limits, cache, settings.max_model_len, config.vocab_size, speculation, grammars
         )
         self.scheduler.every = settings.preempt_every
-        self.leading = Leading(self.runner) if settings.leads else None
+        self.leading = Leading(self.runner, settings.leads)
 
     def run(self, submits: Sequence[Submit], arrive: Mapping[int, int] | None = None) -> "Answers":
         """Serve all requests; arrive: the step at which request i comes, 0 if not given."""
         answers = Answers()
         waiting = sorted(enumerate(submits), key=lambda item: (arrive or {}).get(item[0], 0))
-        steps, pipeline = 0, Pipeline(self.leading or self.runner, self.scheduler)
+        steps, pipeline = 0, Pipeline(self.leading, self.scheduler)
         while waiting or self.scheduler.has_work:
             while waiting and (arrive or {}).get(waiting[0][0], 0) <= steps:
                 self.scheduler.add(waiting.pop(0)[1])

@@ -37,11 +37,12 @@ class Leading:
     """Lets every step of bare decodes lead, as replayed steps do on a GPU.
 
     A step is computed when it is started, and its outputs are handed out when they are asked for.
-    What follows is told by its place alone, here as on the device. num_ahead: steps that were
-    started before the tokens in front of them were handed out.
+    What follows is told by its place alone, here as on the device. is_on: False lets none lead.
+    num_ahead: steps that were started before the tokens in front of them were handed out.
     """
 
     runner: Computes
+    is_on: bool = True
     num_ahead: int = 0
 
     def start(
@@ -51,7 +52,11 @@ class Leading:
             self.num_ahead += 1
             sequences = [following(sequence, behind) for sequence in sequences]
         outputs = self.runner.run(sequences, num_extends)
-        decodes = not num_extends and all(sequence.is_bare_decode for sequence in sequences)
+        decodes = (
+            self.is_on
+            and not num_extends
+            and all(sequence.is_bare_decode for sequence in sequences)
+        )
         return Computed(outputs, leads=decodes)
 
 

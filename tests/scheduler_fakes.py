@@ -308,8 +308,8 @@ class Driver:
         )
         self.scheduler.every = preempt_every
         self.scheduler.watch = self._check_step
-        self.leading = Leading(self.runner)
-        self.pipeline = Pipeline(self.leading if leads else self.runner, self.scheduler)
+        self.leading = Leading(self.runner, leads)
+        self.pipeline = Pipeline(self.leading, self.scheduler)
         self.budget, self.seats, self.queue = budget, seats, queue
         self.ids: dict[str, list[int]] = {}
         self.ends: dict[str, RequestOutput] = {}
