@@ -4,8 +4,9 @@
     weights scale * s / sum of the chosen s
 
 - `fp32_product`: rows of any dtype times fp32 weights. Few rows leave most of the chip idle, so
-  the columns are cut into parts; whoever reads the sums adds the parts in order. Operands are split
-  into three tf32 numbers each, which keeps the error near that of fp32.
+  the columns are cut into parts; whoever reads the sums adds the parts in order. The weight
+  is split into three bf16 numbers, which together are exact; beside rows of another dtype both
+  operands are split into tf32 numbers. The error stays near that of fp32.
 - `choose_experts`: one program a token. A group counts by the sum of its two best; equal scores
   keep the lower index. Scores of NaN choose some experts, and their weights are NaN.
 
@@ -24,6 +25,8 @@ from ..config import MoeConfig
 
 # Columns of one turn of the product's loop.
 STEP = 64
+# From here on larger tiles of tokens are faster.
+MANY_TOKENS = 4096
 
 
 @jit
@@ -36,26 +39,35 @@ def _fp32_product(
     columns,
     x_stride,
     per_part,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    t = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    e = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     part = tl.program_id(2)
-    is_token, is_row = (t < tokens)[:, None], (e < rows)[None, :]
-    x_pointers = x_ptr + t.to(tl.int64)[:, None] * x_stride
-    w_pointers = w_ptr + e.to(tl.int64)[None, :] * columns
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    is_token, is_row = (t < tokens)[None, :], (e < rows)[:, None]
+    x_pointers = x_ptr + t.to(tl.int64)[None, :] * x_stride
+    w_pointers = w_ptr + e.to(tl.int64)[:, None] * columns
+    acc = tl.zeros((BLOCK_E, BLOCK_T), tl.float32)
     last = tl.minimum((part + 1) * per_part, columns)
     for first in tl.range(part * per_part, last, STEP, num_stages=STAGES):
         d = first + tl.arange(0, STEP)
         inside = d < last
-        x = tl.load(x_pointers + d[None, :], mask=is_token & inside[None, :], other=0.0)
-        w = tl.load(w_pointers + d[:, None], mask=is_row & inside[:, None], other=0.0)
-        acc = tl.dot(x.to(tl.float32), w, acc, input_precision="tf32x3")
-    place = (part.to(tl.int64) * tokens + t[:, None]) * rows + e[None, :]
+        x = tl.load(x_pointers + d[:, None], mask=is_token & inside[:, None], other=0.0)
+        w = tl.load(w_pointers + d[None, :], mask=is_row & inside[None, :], other=0.0)
+        if x.dtype == tl.bfloat16:
+            high = w.to(tl.bfloat16)
+            rest = w - high.to(tl.float32)
+            middle = rest.to(tl.bfloat16)
+            low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+            # A sum of its own: tensor cores cut off what they add to a long one.
+            product = tl.dot(middle, x, tl.dot(low, x))
+            acc += tl.dot(high, x, product)
+        else:
+            acc = tl.dot(w, x.to(tl.float32), acc, input_precision="tf32x3")
+    place = (part.to(tl.int64) * tokens + t[None, :]) * rows + e[:, None]
     tl.store(out_ptr + place, acc, mask=is_token & is_row)
 
 
@@ -65,17 +77,16 @@ def fp32_product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     x_TD: any float dtype, rows dense. weight_ED: fp32, contiguous.
     """
     (tokens, columns), rows = x_TD.shape, len(weight_ED)
-    block_m, block_n = (
-        min(64, max(16, power_of_two(max(1, tokens)))),
-        min(64, max(16, power_of_two(rows))),
-    )
-    tiles = ceil_div(max(1, tokens), block_m) * ceil_div(rows, block_n)
+    most = 128 if x_TD.dtype == torch.bfloat16 and tokens >= MANY_TOKENS else 64
+    block_t = min(most, max(16, power_of_two(max(1, tokens))))
+    block_e = min(64, max(16, power_of_two(rows)))
+    tiles = ceil_div(max(1, tokens), block_t) * ceil_div(rows, block_e)
     wanted = max(1, multiprocessors(x_TD.device) // tiles)
     per_part = ceil_div(ceil_div(columns, wanted), STEP) * STEP
     parts = ceil_div(columns, per_part)
     out_STE = torch.empty(parts, tokens, rows, dtype=torch.float32, device=x_TD.device)
     if tokens:
-        _fp32_product[(ceil_div(tokens, block_m), ceil_div(rows, block_n), parts)](
+        _fp32_product[(ceil_div(tokens, block_t), ceil_div(rows, block_e), parts)](
             x_TD,
             weight_ED,
             out_STE,
@@ -84,8 +95,8 @@ def fp32_product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
             columns,
             x_TD.stride(0),
             per_part,
-            block_m,
-            block_n,
+            block_t,
+            block_e,
             STEP,
             3,
             num_warps=4,

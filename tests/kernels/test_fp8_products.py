@@ -216,7 +216,8 @@ def test_experts_by_hand(tokens):
     )
     hopper_experts(x, gate_up, groups, 4, product)
     expected = quantise_rows(plain_PE, swiglu=True)
-    assert torch.equal(product.scales_GT, expected.scales_GT)
+    # silu differs in the last place.
+    torch.testing.assert_close(product.scales_GT, expected.scales_GT, rtol=1e-6, atol=0)
     assert relative(product.plain(), expected.plain()) < 1e-3
     hopper_experts(product, down, groups, 0, out_PD)
     assert torch.equal(
