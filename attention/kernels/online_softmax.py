@@ -120,13 +120,11 @@ def _join_parts(
         p = begin + tl.arange(0, BLOCK_P)
         place = p.to(tl.int64) * rows + row
         lse = tl.load(part_lse_ptr + place, mask=p < last, other=float("-inf"))
-        # An empty part was never written.
-        filled = lse > float("-inf")
-        part = tl.load(
-            part_ptr + place[:, None] * C + c[None, :],
-            mask=filled[:, None] & (c < C)[None, :],
-            other=0.0,
-        )
+        inside = (p < last)[:, None] & (c < C)[None, :]
+        part = tl.load(part_ptr + place[:, None] * C + c[None, :], mask=inside, other=0.0)
+        # An empty part was never written. It is read all the same: a load that waits for the
+        # weights takes longer.
+        part = tl.where((lse > float("-inf"))[:, None], part, 0.0)
         reached = tl.maximum(largest, tl.max(lse, 0))
         base = tl.where(reached == float("-inf"), 0.0, reached)
         weights = tl.exp2((lse - base) * LOG2E)
@@ -151,18 +149,21 @@ def combine(
     """Join the parts first_G[g]..first_G[g + 1] - 1 of each group g into its rows, in place.
 
     part_PRC: fp32, attention of R rows over a part of their keys; part_lse_PR: fp32, natural,
-    -inf where a row saw nothing (its part is not read then). first_G: int32, groups + 1 of them;
-    or the number of parts that each group has.
+    -inf where a row saw nothing (its part may hold anything then). first_G: int32, groups + 1 of
+    them; or the number of parts that each group has.
     out_GRC: any float, lse_GR: fp32; both contiguous. A row that saw nothing in any part gets zeros
     and -inf.
     The twin is `reference.merge`. Floor: R * C * 4 bytes a part, from the L2 cache when they were
     just written.
     """
     groups, rows, width = out_GRC.shape
-    block = min(power_of_two(width), 128)
     first, parts = (None, first_G) if isinstance(first_G, int) else (first_G, 0)
-    at_once = min(power_of_two(max(parts, 8)), 32)
+    # Few parts are joined by few programs, many by many: what a thread adds up stays in registers.
+    usual = max(1, ceil_div(len(part_PRC), groups))
+    block, num_warps = (512, 4) if usual <= 4 else (128, 1 if usual <= 16 else 2)
+    block = min(power_of_two(width), block)
+    at_once = min(power_of_two(usual), 32)
     _join_parts[(groups * rows, ceil_div(width, block))](
         part_PRC, part_lse_PR, first, out_GRC, lse_GR, rows, parts, width, block, at_once,
-        num_warps=2,
+        num_warps=num_warps,
     )  # fmt: skip
