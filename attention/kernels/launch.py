@@ -17,7 +17,7 @@ class Tiling:
     """Query rows and keys of a tile, latent columns of a group, warps and stages of loads.
 
     programs: how many run on a multiprocessor at once. by_hand: of the kernel for Hopper
-    (`latent_hopper.py`) rather than the portable one.
+    (`few_heads.py` for at most 32 rows, `latent_hopper.py`) rather than the portable one.
     """
 
     rows: int

@@ -24,7 +24,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from . import latent_hopper
+from . import few_heads, latent_hopper
 from .fp8_rows import BLOCK
 from .latent_rows import RAISE, Queries, Rows, group_width, load_columns, load_rows
 from .launch import Tiling, ceil_div, jit, multiprocessors, power_of_two
@@ -115,9 +115,10 @@ def decode_tiling(rows: int, rows_SX: Tensor, latent_width: int) -> Tiling:
     """For requests of so many query rows over these cached rows: the fastest on an H200 of what
     compiles without spills. Of fp8 rows no time was taken."""
     is_fp8 = rows_SX.dtype == torch.uint8
+    if latent_hopper.suits(rows_SX, latent_width):
+        few = rows <= 32
+        return few_heads.tiling(rows, is_fp8, 0) if few else latent_hopper.TILING
     if rows > 32:
-        if latent_hopper.suits(rows_SX, latent_width):
-            return latent_hopper.TILING
         return Tiling(64, 64, BLOCK, 8, 3, 1) if is_fp8 else Tiling(64, 64, 256, 8, 2, 1)
     if rows > 16:
         return Tiling(32, 32, BLOCK, 8, 3, 1) if is_fp8 else Tiling(32, 64, 512, 8, 3, 1)
@@ -225,13 +226,15 @@ def mla_decode(
         part_lse_WM = lse_TH.new_empty(num_parts, parts.rows)
     if not tokens:
         return out_THC, lse_TH
-    if tiling.by_hand:
-        latent_hopper.attend_pages(
-            q, rows, block_table_BP, page_size, parts.lengths_B, parts.parts_W3, part_WMC,
-            part_lse_WM,
-        )  # fmt: skip
+    work = (rows, block_table_BP, page_size)
+    outputs = (part_WMC, part_lse_WM)
+    if tiling.by_hand and tiling.rows <= 32:
+        plan = (parts.lengths_B, parts.parts_W3)
+        few_heads.attend_pages(q_THX, *work, *plan, *outputs, tiling)
+    elif tiling.by_hand:
+        latent_hopper.attend_pages(q, *work, parts.lengths_B, parts.parts_W3, *outputs)
     else:
-        _launch(q, rows, block_table_BP, page_size, parts, part_WMC, part_lse_WM)
+        _launch(q, *work, parts, *outputs)
     if is_split:
         shape = (len(block_table_BP), parts.rows)
         combine(

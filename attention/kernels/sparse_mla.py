@@ -20,7 +20,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from . import latent_hopper
+from . import few_heads, latent_hopper
 from .fp8_rows import BLOCK
 from .latent_rows import (
     RAISE,
@@ -120,13 +120,14 @@ def _attend_slots(
         tl.store(out_ptr + place[:, None] * C + c, out, mask=write & (c < C))
 
 
-def sparse_tiling(heads: int, rows_SX: Tensor, latent_width: int) -> Tiling:
-    """For so many heads and these cached rows: the fastest on an H200 of what compiles without
-    spills."""
+def sparse_tiling(queries: int, heads: int, rows_SX: Tensor, latent_width: int) -> Tiling:
+    """For so many queries and heads over these cached rows: the fastest on an H200 of what compiles
+    without spills."""
     is_fp8 = rows_SX.dtype == torch.uint8
+    if latent_hopper.suits(rows_SX, latent_width):
+        few = heads <= 32
+        return few_heads.tiling(heads, is_fp8, queries) if few else latent_hopper.TILING
     if heads > 32:
-        if latent_hopper.suits(rows_SX, latent_width):
-            return latent_hopper.TILING
         return Tiling(64, 64, BLOCK if is_fp8 else 256, 8, 2, 1)
     group = BLOCK if is_fp8 else 512
     if heads > 16:
@@ -157,7 +158,7 @@ def sparse_mla(
     tokens, heads, width = q_THX.shape
     _require(q_THX, rows_SX, slots_TK, counts_T)
     rows = Rows.of(rows_SX, latent_width, width - latent_width)
-    tiling = tiling or sparse_tiling(heads, rows_SX, latent_width)
+    tiling = tiling or sparse_tiling(tokens, heads, rows_SX, latent_width)
     q = Queries.of(q_THX, latent_width, rows.is_fp8 and not tiling.by_hand)
     head_blocks = ceil_div(heads, tiling.rows)
     tiles = ceil_div(slots_TK.shape[1], tiling.keys)
@@ -173,10 +174,13 @@ def sparse_mla(
         part_lse_TH = lse_TH.new_empty(tokens * num_parts, heads)
     if not tokens:
         return out_THC, lse_TH
-    if tiling.by_hand:
-        latent_hopper.attend_slots(q, rows, slots_TK, counts_T, part_THC, part_lse_TH, num_parts)
+    work = (rows, slots_TK, counts_T, part_THC, part_lse_TH, num_parts)
+    if tiling.by_hand and tiling.rows <= 32:
+        few_heads.attend_slots(q_THX, *work, tiling)
+    elif tiling.by_hand:
+        latent_hopper.attend_slots(q, *work)
     else:
-        _launch(q, rows, slots_TK, counts_T, part_THC, part_lse_TH, num_parts, tiling)
+        _launch(q, *work, tiling)
     if num_parts > 1:
         combine(part_THC, part_lse_TH, num_parts, out_THC, lse_TH)
     return out_THC, lse_TH

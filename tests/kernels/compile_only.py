@@ -31,7 +31,7 @@ from minidsa.attention.kernels.fp8_rows import (
 )
 from minidsa.attention.kernels.indexer_logits import indexer_logits, query_groups
 from minidsa.attention.kernels.mla_decode import DecodeParts, decode_tiling, mla_decode
-from minidsa.attention.kernels.sparse_mla import sparse_mla
+from minidsa.attention.kernels.sparse_mla import sparse_mla, sparse_tiling
 from minidsa.attention.kernels.topk_triton import PagedSlots, select_top_k
 from minidsa.model.fp8 import Fp8Weights
 from minidsa.model.kernels.expert_groups import Groups
@@ -70,18 +70,25 @@ class CompileOnly:
 
 
 def compile_attention() -> None:
-    table = torch.zeros(2, 4, dtype=torch.int32)
+    for dtype in (torch.bfloat16, torch.float16):
+        compile_latents(64, torch.zeros(64, 576, dtype=dtype), dtype)
     fp8_SX = new_fp8_latent_rows(64, 512, 64, CPU).rows_SX
-    for dtype in (torch.bfloat16, torch.float16, torch.uint8):
-        is_fp8 = dtype == torch.uint8
-        rows_SX = fp8_SX if is_fp8 else torch.zeros(64, 576, dtype=dtype)
-        q_THX = torch.zeros(2, 64, 576, dtype=torch.bfloat16 if is_fp8 else dtype)
-        for num_parts in (1, 2):
-            slots = torch.zeros(2, 2048, dtype=torch.int32)
-            sparse_mla(q_THX, rows_SX, slots, slots[:, 0], 512, num_parts=num_parts)
-            tiling = decode_tiling(64, rows_SX, 512)
-            parts = DecodeParts.of([200 * num_parts] * 2, 64, tiling, CPU, num_parts)
-            mla_decode(q_THX, rows_SX, table, 64, parts, 512)
+    for heads in (16, 32, 64):
+        compile_latents(heads, fp8_SX, torch.bfloat16)
+    for heads in (16, 32):
+        compile_latents(heads, torch.zeros(64, 576, dtype=torch.bfloat16), torch.bfloat16)
+
+
+def compile_latents(heads: int, rows_SX: torch.Tensor, dtype: torch.dtype) -> None:
+    table, q_THX = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, heads, 576, dtype=dtype)
+    slots = torch.zeros(2, 2048, dtype=torch.int32)
+    for num_parts in (1, 2):
+        sparse_mla(q_THX, rows_SX, slots, slots[:, 0], 512, num_parts=num_parts)
+        many = sparse_tiling(99, heads, rows_SX, 512)
+        sparse_mla(q_THX, rows_SX, slots, slots[:, 0], 512, num_parts=num_parts, tiling=many)
+        tiling = decode_tiling(heads, rows_SX, 512)
+        parts = DecodeParts.of([200 * num_parts] * 2, heads, tiling, CPU, num_parts)
+        mla_decode(q_THX, rows_SX, table, 64, parts, 512)
 
 
 def compile_index_scores() -> None:

@@ -21,5 +21,13 @@ def test_kernels_compile_for_hopper(tmp_path):
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    for kernel in ("_attend", "_logits", "_select", "_write", "_quantise_queries", "_products"):
+    for kernel in (
+        "_attend",
+        "attend_fp8",
+        "_logits",
+        "_select",
+        "_write",
+        "_quantise_queries",
+        "_products",
+    ):
         assert f"{kernel}: " in run.stdout
