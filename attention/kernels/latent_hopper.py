@@ -46,7 +46,7 @@ FP8_WIDTH = LATENT + 4 * 4 + 2 * ROPE
 # Query rows of a program; keys come in pairs of tiles of 64.
 TILING = Tiling(64, 128, 256, 4, 2, 1, by_hand=True)
 # Of a thread of the second multiplying and of a fetching warp group.
-REGISTERS = gl.constexpr((208, 88))
+REGISTERS = gl.constexpr((216, 64))
 REGISTERS_FP8 = gl.constexpr((200, 56))
 # The multiplying warp groups.
 FIRST, SECOND = gl.constexpr(0), gl.constexpr(1)
