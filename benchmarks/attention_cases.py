@@ -130,7 +130,8 @@ class Sparse:
         return floor_us(moved, tokens * heads * TOPK * PAIR_FLOP)
 
     def entries(self, peer: Attended | None, others: Sequence[Tiling]) -> Iterator[Entry]:
-        usual = sparse_tiling(*self.q_THX.shape[:2], self.rows_SX, LATENT)
+        tokens, heads, _ = self.q_THX.shape
+        usual = sparse_tiling(tokens, heads, self.rows_SX, LATENT)
         yield from tiled(lambda tiling: partial(self.ours, tiling), self.check, usual, others)
         if peer is not None:
             yield Entry("FlashMLA", peer, partial(self.check, peer))

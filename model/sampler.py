@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..configs.sampling import mix64
+from ..configs.sampling import SamplingParams, mix64
 from .sequence import SampleInput
 
 
@@ -40,35 +40,45 @@ def choose(logits_NV: Tensor, inputs: Sequence[SampleInput]) -> Tensor:
 
 
 def _draw(logits_NV: Tensor, inputs: Sequence[SampleInput]) -> Tensor:
-    """Draw by inverse CDF among the ids that the filters keep: a front part of the falling order.
+    """Draw by inverse CDF among the ids that the filters keep; ids without filters need no sorting.
 
-    min_p and top_k cut first, top_p cuts what is left after renormalising; ties fall to the lower
-    id, as in greedy choice. The sums are fp64, so a vocabulary of any size keeps its tail.
+    The sums are fp64, so a vocabulary of any size keeps its tail.
     """
-    device, vocab = logits_NV.device, logits_NV.shape[1]
     params = [row.params for row in inputs]
-
-    def column(values: Sequence[float]) -> Tensor:
-        values_N = torch.tensor(values, dtype=torch.float64)
-        return values_N.to(device, non_blocking=True).unsqueeze(1)
-
-    scaled_NV = logits_NV.double() / column([p.temperature for p in params])
-    sorted_NV, order_NV = scaled_NV.sort(dim=-1, descending=True, stable=True)
-    probs_NV = torch.softmax(sorted_NV, dim=-1)
-    ranks_V = torch.arange(vocab, device=device)
-    keep_NV = ranks_V < column([p.top_k or vocab for p in params])
-    keep_NV &= probs_NV >= column([p.min_p for p in params]) * probs_NV[:, :1]
-    mass_NV = torch.where(keep_NV, probs_NV, 0.0).cumsum(dim=-1)
-    # A token stays while the mass before it is short of top_p: the likeliest always does.
-    before_NV = mass_NV - probs_NV
-    keep_NV &= before_NV < column([p.top_p for p in params]) * mass_NV[:, -1:]
-    keep_NV[:, 0] = True
-    kept_NV = torch.where(keep_NV, probs_NV, 0.0)
-    mass_NV = torch.zeros_like(kept_NV).scatter_(1, order_NV, kept_NV).cumsum(dim=-1)
-    draws_N1 = column([uniform(row.params.seed, row.position) for row in inputs])
+    scaled_NV = logits_NV.double() / _column([p.temperature for p in params], logits_NV)
+    probs_NV = torch.softmax(scaled_NV, dim=-1)
+    if any(p.top_k or p.min_p or p.top_p < 1 for p in params):
+        probs_NV = torch.where(_kept(logits_NV, probs_NV, params), probs_NV, 0.0)
+    mass_NV = probs_NV.cumsum(dim=-1)
+    draws_N1 = _column([uniform(row.params.seed, row.position) for row in inputs], logits_NV)
     ids_N1 = torch.searchsorted(mass_NV, draws_N1 * mass_NV[:, -1:], right=True)
     # Where the product rounds up to the whole mass: the last id that was kept.
     return ids_N1.minimum(mass_NV.argmax(dim=-1, keepdim=True)).squeeze(1)
+
+
+def _kept(logits_NV: Tensor, probs_NV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """bool [N, vocabulary]: a front part of the falling order, all of it where no filter is set.
+
+    min_p and top_k cut first, top_p cuts what is left after renormalising; ties fall to the lower
+    id, as in greedy choice.
+    """
+    vocab = logits_NV.shape[1]
+    order_NV = logits_NV.sort(dim=-1, descending=True, stable=True).indices
+    sorted_NV = probs_NV.gather(1, order_NV)
+    ranks_V = torch.arange(vocab, device=logits_NV.device)
+    keep_NV = ranks_V < _column([p.top_k or vocab for p in params], logits_NV)
+    keep_NV &= sorted_NV >= _column([p.min_p for p in params], logits_NV) * sorted_NV[:, :1]
+    mass_NV = torch.where(keep_NV, sorted_NV, 0.0).cumsum(dim=-1)
+    # A token stays while the mass before it is short of top_p: the likeliest always does.
+    top_p_N1 = _column([p.top_p for p in params], logits_NV)
+    keep_NV &= (mass_NV - sorted_NV < top_p_N1 * mass_NV[:, -1:]) | (top_p_N1 >= 1)
+    keep_NV[:, 0] = True
+    return torch.empty_like(keep_NV).scatter_(1, order_NV, keep_NV)
+
+
+def _column(values: Sequence[float], like_NV: Tensor) -> Tensor:
+    values_N = torch.tensor(values, dtype=torch.float64)
+    return values_N.to(like_NV.device, non_blocking=True).unsqueeze(1)
 
 
 def _adjust(logits_NV: Tensor, inputs: Sequence[SampleInput]) -> Tensor:

@@ -52,7 +52,7 @@ class Work:
     def check(self, parts: int | None) -> None:
         heads = self.q.shape[1]
         tiling = sparse_tiling(len(self.q), heads, self.rows, C)
-        assert tiling == few_heads.tiling(heads, self.rows.dtype == torch.uint8, by_slots=True)
+        assert tiling == few_heads.tiling(heads, self.rows.dtype == torch.uint8, len(self.q))
         seen = torch.arange(self.slots.shape[1], device=CUDA) < self.counts[:, None]
         slots = self.slots.where(seen, -1)
         with poisoned():
