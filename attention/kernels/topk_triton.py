@@ -1,15 +1,13 @@
 """Exact top-k of index scores on a GPU: the best k positions of each row, by ascending position.
 
 The order is that of `topk.top_k`: the higher score first, at equal scores the lower position, NaN
-behind everything. Nothing here counts on a distribution: the k-th best key is found by counting.
+behind everything. The scores' distribution decides how long a row takes, not what is chosen.
 
-One program keeps a row (or a piece of one) in registers as int32 keys that order like the scores.
-It narrows [low, high) until exactly k keys are at least `low`, or until the two are neighbours
-and the keys equal to `low` are ties, which are taken by position. The first pivots take scores for
-normal, which sums over many heads nearly are: 6 counts instead of 15 find the best 512 or 2048 of
-30,000 such sums. Later ones are guessed between the two counts, in turn with the middle of the
-interval: of values at first, of keys then, which ends after at most 31 halvings whatever the scores
-are. One scan of counts then says where each thread writes what it has of the chosen.
+A program reads a row, or a piece of one, once, and counts how many scores fall into each of 2047
+steps around the k-th best (`topk_search.py`); it keeps every score's step in registers. Columns
+whose step is high enough become bits, and bits a list (`topk_write.py`). Of the columns on the
+threshold's own step, seldom more than two or three, the worst are dropped one by one; a row with
+many equals there takes a longer way.
 
 Rows longer than BLOCK_MAX are cut: every piece gives its own best k, in order of position, and the
 same kernel selects among these. A piece's best k hold all that the row's best k has of it, and
@@ -25,21 +23,29 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import ceil_div, jit, multiprocessors, power_of_two
-from .topk_write import position_of, prefetch_row, ranks, write_chosen
+from .topk_search import (
+    keys_of,
+    likely_range,
+    new_counters,
+    step_of_threshold,
+    steps_of_row,
+    threshold_by_halves,
+)
+from .topk_write import list_bits, prefetch_row, words_of
 
 K_MAX = 2048
-# 64 keys in each of 512 threads: half of a Hopper multiprocessor's registers.
 BLOCK_MAX: tl.constexpr = tl.constexpr(32768)
 KEYS_OF_A_WARP = 2048
 # Rows to have before the first cut of long ones makes the longest pieces.
 MANY_PIECES = 64
-
-# Pivots that take scores for normal.
-GUESSES: tl.constexpr = tl.constexpr(3)
-
-# Below every key of a score, -inf included; different halves, see _choose.
-OUTSIDE: tl.constexpr = tl.constexpr(-(2**31))
-NAN_KEY: tl.constexpr = tl.constexpr(-(2**31) + 2)
+# Programs that share a multiprocessor: some compute while others wait for memory.
+PROGRAMS = 2
+# What lets two programs of 512 threads share one.
+REGISTERS = 64
+# As many columns may share the threshold's step.
+FEW: tl.constexpr = tl.constexpr(64)
+# Above what orders any score.
+DROPPED: tl.constexpr = tl.constexpr(2**63 - 1)
 
 
 @dataclass(frozen=True)
@@ -125,11 +131,14 @@ def _launch(
     rows, columns = scores_TL.shape
     block = max(power_of_two(min(piece, columns)), 1024)
     num_warps = max(4, block // KEYS_OF_A_WARP)
-    aligned = not any(size % 4 for size in (columns, piece, scores_TL.stride(0)))
+    sizes = (columns, piece, scores_TL.stride(0), scores_TL.data_ptr() // 4)
+    aligned = not any(size % 4 for size in sizes)
     places, best = out
+    pieces = ceil_div(max(columns, 1), piece)
+    rest_PX = torch.empty(rows * pieces, FEW.value, dtype=torch.int32, device=places.device)
     compiled = takes_assembly(scores_TL.device)
-    at_once = multiprocessors(scores_TL.device)
-    _select[(rows, ceil_div(max(columns, 1), piece))](
+    at_once = PROGRAMS * multiprocessors(scores_TL.device)
+    _select[(rows, pieces)](
         scores_TL,
         source.positions_TL,
         visible_T,
@@ -137,6 +146,7 @@ def _launch(
         best,
         slots.table_BP if slots else None,
         slots.request_T if slots else None,
+        rest_PX,
         scores_TL.stride(0),
         places.stride(0),
         slots.table_BP.stride(0) if slots else 0,
@@ -152,6 +162,7 @@ def _launch(
         COMPILED=compiled,
         AHEAD=at_once if compiled and rows > at_once else 0,
         num_warps=num_warps,
+        **({"maxnreg": REGISTERS} if compiled else {}),
     )
 
 
@@ -161,128 +172,81 @@ def takes_assembly(device: torch.device) -> bool:
 
 
 @jit
-def _keys_of(scores):
-    """int32 that orders like the scores, NaN apart: -0.0 as 0.0."""
-    bits = (scores + 0.0).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+def _write(row, columns, places, taken, PAGE: tl.constexpr):
+    """What the taken columns stand for, and their scores, to their places."""
+    scores_ptr, positions_ptr, table_ptr, out_ptr, best_ptr = row
+    found = columns
+    if positions_ptr is not None:
+        found = tl.load(positions_ptr + found, mask=taken, other=0)
+    if table_ptr is not None:
+        page = tl.load(table_ptr + found // PAGE, mask=taken, other=0)
+        found = page * PAGE + found % PAGE
+    tl.store(out_ptr + places, found, mask=taken)
+    if best_ptr is not None:
+        scores = tl.load(scores_ptr + columns, mask=taken, other=0.0)
+        tl.store(best_ptr + places, scores, mask=taken)
 
 
 @jit
-def _load(scores_ptr, count, ALIGN: tl.constexpr, BLOCK: tl.constexpr):
-    """Scores, and which of them count. Up to ALIGN - 1 more are read, so that loads are wide."""
-    columns = tl.arange(0, BLOCK)
-    readable = (count + ALIGN - 1) // ALIGN * ALIGN
-    return tl.load(scores_ptr + columns, mask=columns < readable, other=0.0), columns < count
+def _write_list(row, k, STEP: tl.constexpr, PAGE: tl.constexpr):
+    """Turn the k columns in out into what they stand for, and add their scores."""
+    _, positions_ptr, table_ptr, out_ptr, best_ptr = row
+    if positions_ptr is not None or table_ptr is not None or best_ptr is not None:
+        tl.debug_barrier()
+        for first in range(0, k, STEP):
+            numbers = first + tl.arange(0, STEP)
+            columns = tl.load(out_ptr + numbers, mask=numbers < k, other=0)
+            _write(row, columns, numbers, numbers < k, PAGE)
 
 
 @jit
-def _value_of(key):
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+def _without_worst(words, scores_ptr, rest_ptr, equals, ties, excess, COMPILED: tl.constexpr):
+    """Clear the bits of the `excess` worst of the `ties` columns that `equals` marks."""
+    list_bits(rest_ptr, equals, 0, COMPILED)
+    tl.debug_barrier()
+    numbers = tl.arange(0, FEW)
+    inside = numbers < ties
+    columns = tl.load(rest_ptr + numbers, mask=inside, other=0)
+    keys = keys_of(tl.load(scores_ptr + columns, mask=inside, other=0.0))
+    order = tl.where(inside, (keys.to(tl.int64) << 32) - columns, DROPPED)
+    for _ in range(excess):
+        worst = tl.min(order)
+        order = tl.where(order == worst, DROPPED, order)
+        column = (-worst).to(tl.int32)
+        is_word = tl.arange(0, words.numel) == column >> 5
+        words = tl.where(is_word, words & ~(1 << (column & 31)), words)
+    return words
 
 
 @jit
-def _normal_guess(scores_ptr, count, k, SAMPLE: tl.constexpr):
-    """Where the k-th best of `count` normal scores is, and how many lie in a unit there.
-
-    Mean and deviation are those of an even sample; the quantile is Abramowitz and Stegun's 26.2.23.
-    """
-    columns = tl.arange(0, SAMPLE) * tl.maximum(count // SAMPLE, 1)
-    inside = columns < count
-    sample = tl.load(scores_ptr + columns, mask=inside, other=0.0)
-    size = tl.minimum(count, SAMPLE).to(tl.float32)
-    mean = tl.sum(sample) / size
-    apart = tl.where(inside, sample - mean, 0.0)
-    deviation = tl.sqrt(tl.sum(apart * apart) / size)
-    share = (k + 0.0) / count
-    t = tl.sqrt(-2.0 * tl.log(tl.minimum(share, 1.0 - share)))
-    above = 2.515517 + t * (0.802853 + t * 0.010328)
-    z = t - above / (1.0 + t * (1.432788 + t * (0.189269 + t * 0.001308)))
-    density = count * 0.398942 * tl.exp(-0.5 * z * z) / deviation
-    return mean + tl.where(share < 0.5, z, -z) * deviation, density
-
-
-@jit
-def _pivot(low, high, count_low, count_high, k, turn, guess):
-    """A half key inside (low, high): from `guess` in the first turns; then guessed from the counts
-    on odd turns, else the middle."""
-    middle = (low + high) >> 1
-    bottom = _value_of(low << 1)
-    share = (count_low - k).to(tl.float32) / (count_low - count_high).to(tl.float32)
-    share = tl.where(turn % 2 == 1, share, 0.5)
-    between = bottom + (_value_of(high << 1) - bottom) * share
-    value = tl.where(turn <= GUESSES, guess, between)
-    finite = (value - value) == 0.0
-    half = _keys_of(tl.where(finite, value, 0.0)) >> 1
-    by_value = finite & ((turn % 2 == 1) | (turn < 8))
-    pivot = tl.where(by_value, half, middle)
-    return tl.minimum(tl.maximum(pivot, low + 1), high - 1)
-
-
-@jit
-def _search(halves, count, k, guess, density, BLOCK: tl.constexpr):
-    """(low, count_low, count_high): exactly k half keys are at least `low`, or more than k are and
-    fewer than k are above it; count_high then says how many."""
-    low = NAN_KEY >> 1
-    high = tl.max(halves) + 1
-    count_low = count
-    count_high = 0
-    turn = 1
-    while (high - low > 1) & (count_low != k):
-        pivot = _pivot(low, high, count_low, count_high, k, turn, guess)
-        # The differences of half keys do not overflow: their signs count.
-        above = BLOCK + tl.sum((halves - pivot) >> 31)
-        # Past the aim by half of the step, so that the next count comes from the other side.
-        guess += 1.5 * (above - k).to(tl.float32) / density
-        enough = above >= k
-        low = tl.where(enough, pivot, low)
-        count_low = tl.where(enough, above, count_low)
-        high = tl.where(enough, high, pivot)
-        count_high = tl.where(enough, count_high, above)
-        turn += 1
-    return low, count_low, count_high
-
-
-@jit
-def _choose(
-    row,
-    start,
-    count,
-    k,
-    PAGE: tl.constexpr,
-    ALIGN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
-    COMPILED: tl.constexpr,
-):
-    """Write the best k of more than k scores. row: the pointers of `write_chosen`."""
-    rounds: tl.constexpr = BLOCK // (4 * LANES)
+def _write_exactly(row, start, count, k, STEP: tl.constexpr, PAGE: tl.constexpr):
+    """Write the best k of more than k scores, whatever they are: slowly."""
     scores_ptr = row[0] + start
-    scores, inside = _load(scores_ptr, count, ALIGN, BLOCK)
-    # NaN and what is outside are told apart only where NaN is chosen.
-    halves = tl.where(inside & (scores == scores), _keys_of(scores), NAN_KEY) >> 1
-    guess, density = _normal_guess(scores_ptr, count, k, LANES)
-    low, count_low, count_high = _search(halves, count, k, guess, density, BLOCK)
-    if count_low == k:
-        shaped = tl.reshape(halves, (rounds, LANES, 4))
-        places = ranks((shaped >= low).to(tl.int32), LANES)
-        write_chosen(row, places, shaped, low, start, PAGE, COMPILED)
-    else:
-        # The half key stands for two keys, low and low + 1: few rows, or rows full of ties.
-        low = low << 1
-        again, within = _load(scores_ptr, count, ALIGN, BLOCK)
-        keys = tl.where(again == again, _keys_of(again), NAN_KEY)
-        keys = tl.where(within, keys, OUTSIDE)
-        above = tl.sum((keys > low).to(tl.int32))
-        upper = above >= k
-        tie_key = tl.where(upper, low + 1, low)
-        ties = k - tl.where(upper, count_high, above)
-        keys = tl.reshape(keys, (rounds, LANES, 4))
-        sure = (keys > tie_key).to(tl.int32)
-        tie = (keys == tie_key).to(tl.int32)
-        tied = ranks(tie, LANES)
-        taken = ranks(sure, LANES) + tl.minimum(tied, ties)
-        marks = sure | tl.where(tied < ties, tie, 0)
-        write_chosen(row, taken, marks, 1, start, PAGE, COMPILED)
+    last, ties = threshold_by_halves(scores_ptr, count, k, STEP)
+    columns = tl.arange(0, STEP)
+    written = 0
+    tied = 0
+    for first in range(0, count, STEP):
+        inside = first + columns < count
+        scores = tl.load(scores_ptr + first + columns, mask=inside, other=0.0)
+        keys = keys_of(scores)
+        is_tie = (inside & (keys == last)).to(tl.int32)
+        before = tied + tl.cumsum(is_tie, 0) - is_tie
+        taken = inside & ((keys > last) | ((keys == last) & (before < ties)))
+        places = written + tl.cumsum(taken.to(tl.int32), 0) - 1
+        _write(row, start + first + columns, places, taken, PAGE)
+        written += tl.sum(taken.to(tl.int32))
+        tied += tl.sum(is_tie)
+
+
+@jit
+def _write_all(row, start, count, k, STEP: tl.constexpr, PAGE: tl.constexpr):
+    """All that are inside, and -1 behind them where nothing reads on."""
+    out_ptr = row[3]
+    for first in range(0, k, STEP):
+        places = first + tl.arange(0, STEP)
+        _write(row, start + places, places, places < count, PAGE)
+        tl.store(out_ptr + places, -1, mask=(places >= count) & (places < k))
 
 
 @jit
@@ -304,6 +268,7 @@ def _select(
     best_ptr,
     table_ptr,
     request_ptr,
+    rest_ptr,
     score_stride,
     out_stride,
     table_stride,
@@ -322,42 +287,55 @@ def _select(
     """Program (t, s): the best k of columns s * piece ... of row t, into columns s * k ... of out.
 
     positions_ptr: what the columns stand for, themselves where None. best_ptr: where not None, the
-    chosen scores. table_ptr: where not None, positions are written as cache slots. ALIGN divides
-    the columns of a row, piece and score_stride. LANES: threads of the program. AHEAD: how many
-    rows are at work at once, 0 where all are.
+    chosen scores. table_ptr: where not None, positions are written as cache slots. rest_ptr: room
+    for FEW numbers a program. ALIGN divides the columns of a row, piece and score_stride. LANES:
+    threads of the program. AHEAD: how many rows are at work at once, 0 where all are.
     """
-    row = tl.program_id(0).to(tl.int64)
-    start = tl.program_id(1) * piece
-    seen = tl.maximum(tl.minimum(tl.load(visible_ptr + row), length), 0)
+    width: tl.constexpr = min(4 * LANES, BLOCK)  # pyright: ignore
+    t = tl.program_id(0).to(tl.int64)
+    s = tl.program_id(1)
+    start = s * piece
+    seen = tl.maximum(tl.minimum(tl.load(visible_ptr + t), length), 0)
     count = _num_candidates(seen, first_piece, later_cuts, k) - start
     count = tl.maximum(tl.minimum(count, piece), 0)
     if COMPILED and AHEAD > 0:
         # The row that this multiprocessor will probably take next.
-        later = row + AHEAD
-        prefetch_row(scores_ptr + later * score_stride + start, later, count, BLOCK)
-    scores_ptr += row * score_stride
-    out_ptr += row * out_stride + tl.program_id(1) * k
+        later = t + AHEAD
+        if later < tl.num_programs(0):
+            prefetch_row(scores_ptr + later * score_stride + start, count, BLOCK)
+    # So that the compiler knows what ALIGN divides.
+    score_stride = score_stride // ALIGN * ALIGN
+    start = start // ALIGN * ALIGN
+    scores_ptr += t * score_stride
+    out_ptr += t * out_stride + s * k
+    rest_ptr += (t * tl.num_programs(1) + s) * FEW
     if positions_ptr is not None:
-        positions_ptr += row * score_stride
+        positions_ptr += t * score_stride
     if best_ptr is not None:
-        best_ptr += row * out_stride + tl.program_id(1) * k
+        best_ptr += t * out_stride + s * k
     if table_ptr is not None:
-        table_ptr += tl.load(request_ptr + row).to(tl.int64) * table_stride
-
+        table_ptr += tl.load(request_ptr + t).to(tl.int64) * table_stride
+    row = (scores_ptr, positions_ptr, table_ptr, out_ptr, best_ptr)
     if count <= k:
-        # All that are inside, and -1 behind them where nothing reads on.
-        first = 0
-        while first < k:
-            places = first + tl.arange(0, LANES)
-            inside = places < count
-            found = position_of(
-                positions_ptr, table_ptr, start + places, count - places, 1, PAGE, COMPILED
-            )
-            tl.store(out_ptr + places, tl.where(inside, found, -1), mask=places < k)
-            if best_ptr is not None:
-                scores = tl.load(scores_ptr + start + places, mask=inside, other=0.0)
-                tl.store(best_ptr + places, scores, mask=inside)
-            first += LANES
+        _write_all(row, start, count, k, width, PAGE)
     else:
-        pointers = (scores_ptr, positions_ptr, table_ptr, out_ptr, best_ptr)
-        _choose(pointers, start, count, k, PAGE, ALIGN, BLOCK, LANES, COMPILED)
+        if COMPILED and AHEAD == 0:
+            prefetch_row(scores_ptr + start, count, BLOCK)
+        counters = new_counters(count, COMPILED)
+        scaling = likely_range(scores_ptr + start, count, k, counters, 2 * LANES, COMPILED)
+        pairs = steps_of_row(
+            scores_ptr + start, count, scaling, counters, ALIGN, BLOCK, LANES, COMPILED
+        )
+        step, above, reach = step_of_threshold(pairs, k, counters, COMPILED)
+        if (step == 0) | (reach - above > FEW):
+            _write_exactly(row, start, count, k, width, PAGE)
+        else:
+            words = words_of(pairs, step, counters, COMPILED)
+            if reach > k:
+                better = words_of(pairs, step + 1, counters + BLOCK // 8, COMPILED)
+                equals = words & ~better
+                words = _without_worst(
+                    words, scores_ptr + start, rest_ptr, equals, reach - above, reach - k, COMPILED
+                )
+            list_bits(out_ptr, words, start, COMPILED)
+            _write_list(row, k, width, PAGE)

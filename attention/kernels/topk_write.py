@@ -1,113 +1,105 @@
-"""Where the chosen elements of a row go: ranks, and writes that leave them in their threads.
+"""A row's marked columns as a list, ascending.
 
-The compiled parts count on the layout of a wide load: a thread has four neighbouring elements in
-each of `rounds` rounds, in which the lanes of the program follow one another.
+Marks of 32 neighbouring columns become the bits of a word. A scan over the words' numbers of bits
+says where each word's columns go, and its thread writes them one after the other.
 """
 
 import triton.language as tl
 
 from .launch import jit
+from .topk_search import reaching
+
+# $1: a word, $2: the place of its first column, $3: the column of its lowest bit, $4: the list.
+_LIST_BITS: tl.constexpr = tl.constexpr(
+    """{
+    .reg .pred p; .reg .b32 word, bit, place, column; .reg .b64 to;
+    mov.b32 word, $1; mov.b32 place, $2;
+    NEXT: setp.eq.b32 p, word, 0; @p bra DONE;
+    neg.s32 bit, word; and.b32 bit, bit, word; xor.b32 word, word, bit;
+    bfind.u32 column, bit; add.u32 column, column, $3;
+    mad.wide.s32 to, place, 4, $4; st.global.b32 [to], column; add.s32 place, place, 1;
+    bra NEXT;
+    DONE: mov.b32 $0, 0; }"""
+)
 
 
 @jit
-def ranks(marks, LANES: tl.constexpr):
-    """How many ones are before each element of `marks`, [rounds, LANES, 4] of zeros and ones.
+def words_of(pairs, step, memory, COMPILED: tl.constexpr):
+    """int32 [columns / 32] with a bit for each column whose step is at least `step`.
 
-    A thread has four neighbours in each round. What 32 threads have of a round, at most 128, takes
-    8 bits: one scan within a warp does for 8 rounds, and a small one over all warps' totals.
+    pairs: steps of a lane's four neighbouring columns, twice int32 [rounds, lanes]. memory: address
+    of columns / 8 bytes of shared memory, through which each word comes to one thread.
     """
-    some: tl.constexpr = min(marks.shape[0], 8)  # pyright: ignore
-    groups: tl.constexpr = marks.shape[0] // some
-    warps: tl.constexpr = LANES // 32
-    counts = tl.reshape(tl.sum(marks, 2), (groups, some, warps, 32)).to(tl.int64)
-    shift = (8 * tl.arange(0, some)).to(tl.int64)
-    packed = tl.sum(counts << shift[None, :, None, None], 1)
-    totals = (tl.sum(packed, 2)[:, None, :] >> shift[None, :, None]) & 0xFF
-    flat = tl.reshape(totals.to(tl.int32), (groups * some * warps,))
-    base = tl.reshape(tl.cumsum(flat, 0) - flat, (groups, some, warps))
-    within = (tl.cumsum(packed, 2) - packed)[:, None, :, :] >> shift[None, :, None, None]
-    before = (within & 0xFF).to(tl.int32) + base[:, :, :, None]
-    before = tl.reshape(before, (groups * some, LANES))
-    return before[:, :, None] + (tl.cumsum(marks, 2) - marks)
-
-
-@jit
-def _gather(pointers, keys, least, COMPILED: tl.constexpr):
-    """tl.load of 32-bit numbers where keys >= least, else 0; as `_store`, nothing is moved."""
+    rounds: tl.constexpr = pairs[0].shape[0]
+    lanes: tl.constexpr = pairs[0].shape[1]
+    words: tl.constexpr = rounds * lanes // 8
+    first = reaching(pairs[0], step, COMPILED) & 0x20001
+    second = reaching(pairs[1], step, COMPILED) & 0x80004
+    bits = (first | (first >> 16) | second | (second >> 16)) & 15
     if COMPILED:
+        bits = tl.reshape(bits, (rounds, lanes // 2, 2)) << (4 * tl.arange(0, 2)[None, None, :])
+        bytes = tl.arange(0, rounds)[:, None] * (lanes // 2) + tl.arange(0, lanes // 2)[None, :]
+        tl.inline_asm_elementwise(
+            "st.shared.b8 [$1], $2; mov.b32 $0, 0;",
+            "=r,r,r",
+            [memory + bytes, tl.sum(bits, 2)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+        tl.debug_barrier()
         return tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ge.s32 p, $2, $3; mov.b32 $0, 0; @p ld.global.b32 $0, [$1]; }",
-            "=&r,l,r,r",
-            [pointers.to(tl.int64), keys, least],
+            "ld.shared.b32 $0, [$1];",
+            "=r,r",
+            [memory + 4 * tl.arange(0, words)],
             dtype=tl.int32,
-            is_pure=True,
+            is_pure=False,
             pack=1,
         )
     else:
-        values = tl.load(pointers, mask=keys >= least, other=0)
-        return values.to(tl.int32, bitcast=True)
+        bits = tl.reshape(bits, (rounds, lanes // 8, 8)) << (4 * tl.arange(0, 8)[None, None, :])
+        return tl.reshape(tl.sum(bits, 2), (words,))
 
 
 @jit
-def _store(pointers, values, keys, least, COMPILED: tl.constexpr):
-    """tl.store of 32-bit numbers where keys >= least, but elements stay in their threads: tl.store
-    would move all so that neighbours are neighbours in memory, which the few chosen are not."""
+def _num_bits(words):
+    words = words - ((words >> 1) & 0x55555555)
+    words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
+    words = (words + (words >> 4)) & 0x0F0F0F0F
+    return ((words * 0x01010101) >> 24) & 0xFF
+
+
+@jit
+def list_bits(out_ptr, words, start, COMPILED: tl.constexpr):
+    """Write the columns whose bits are set, counted from `start`, to out."""
+    counts = _num_bits(words)
+    places = tl.cumsum(counts, 0) - counts
+    columns = start + 32 * tl.arange(0, words.numel)
     if COMPILED:
         tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ge.s32 p, $3, $4; @p st.global.b32 [$1], $2; mov.b32 $0, 0; }",
-            "=r,l,r,r,r",
-            [pointers.to(tl.int64), values, keys, least],
+            _LIST_BITS,  # pyright: ignore
+            "=r,r,r,r,l",
+            [words, places, columns, out_ptr.to(tl.int64)],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
         )
     else:
-        values = values.to(pointers.dtype.element_ty, bitcast=True)
-        tl.store(pointers, values, mask=keys >= least)
+        for number in range(32):
+            bit = (words >> number) & 1
+            tl.store(out_ptr + places, columns + number, mask=bit == 1)
+            places += bit
 
 
 @jit
-def position_of(
-    positions_ptr, table_ptr, columns, keys, least, PAGE: tl.constexpr, COMPILED: tl.constexpr
-):
-    """What is written for columns with keys >= least: positions in the row, or their slots.
-
-    positions_ptr: where not None, what the columns stand for. table_ptr: the request's pages.
-    """
-    position = columns
-    if positions_ptr is not None:
-        position = _gather(positions_ptr + columns, keys, least, COMPILED)
-    if table_ptr is not None:
-        page = _gather(table_ptr + position // PAGE, keys, least, COMPILED)
-        position = page * PAGE + position % PAGE
-    return position
-
-
-@jit
-def write_chosen(row, places, keys, least, start, PAGE: tl.constexpr, COMPILED: tl.constexpr):
-    """The columns with keys of at least `least` to their places; both [rounds, lanes, 4]."""
-    scores_ptr, positions_ptr, table_ptr, out_ptr, best_ptr = row
-    rounds: tl.constexpr = keys.shape[0]
-    lanes: tl.constexpr = keys.shape[1]
-    columns = tl.arange(0, rounds)[:, None, None] * (4 * lanes) + start
-    columns += tl.arange(0, lanes)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
-    found = position_of(positions_ptr, table_ptr, columns, keys, least, PAGE, COMPILED)
-    _store(out_ptr + places, found, keys, least, COMPILED)
-    if best_ptr is not None:
-        best = _gather(scores_ptr + columns, keys, least, COMPILED)
-        _store(best_ptr + places, best, keys, least, COMPILED)
-
-
-@jit
-def prefetch_row(scores_ptr, row, count, BLOCK: tl.constexpr):
-    """Ask for the row that this multiprocessor will probably take next, while it computes."""
-    if row < tl.num_programs(0):
-        lines = tl.minimum(tl.arange(0, BLOCK // 32) * 32, tl.maximum(count - 1, 0))
-        tl.inline_asm_elementwise(
-            "{ prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
-            "=r,l",
-            [(scores_ptr + lines).to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+def prefetch_row(scores_ptr, count, BLOCK: tl.constexpr):
+    """Ask for a row that is going to be read."""
+    lines = tl.minimum(tl.arange(0, BLOCK // 32) * 32, tl.maximum(count - 1, 0))
+    tl.inline_asm_elementwise(
+        "{ prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l",
+        [(scores_ptr + lines).to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -47,6 +47,13 @@ def test_ties_at_the_threshold_go_to_the_lowest_positions():
     check(zeros, [5000, 5000, 4999, 2600], 1024)
 
 
+@pytest.mark.parametrize("grain", [20, 200, 5000])
+def test_from_one_to_many_equals_at_the_threshold(grain):
+    scores = (random_scores(3, 3000) * grain).round() / grain
+    for k in (64, 1500):
+        check(scores, [3000, 2999, 1600], k)
+
+
 @pytest.mark.parametrize("value", [0.0, -0.0, 3.5, -1e-45, INF, -INF, NAN])
 def test_rows_of_one_value(value):
     check(torch.full((2, 2500), value), [2500, 2049], 2048)
