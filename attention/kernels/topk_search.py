@@ -272,7 +272,11 @@ def step_of_threshold(pairs, k, counters, COMPILED: tl.constexpr):
     above = tl.where(enough, 0, counts)
     reach = tl.where(enough, counts, 1 << 30)
     enough = (enough & (tl.arange(0, STEPS) > 0)).to(tl.int32)
-    return tl.reduce((enough, above, reach), 0, _further)
+    if COMPILED:
+        return tl.reduce((enough, above, reach), 0, _further)
+    else:
+        # The interpreter goes through a reduction of several by one element at a time.
+        return tl.sum(enough), tl.max(above), tl.min(reach)
 
 
 @jit
