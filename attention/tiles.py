@@ -62,11 +62,19 @@ class Tile:
 
     def take(self, rows: Tensor) -> Tensor:
         """The tile's own rows of a tensor over the part's tokens, [G, w, ...]."""
-        if isinstance(self.tokens, slice):
-            own = rows[self.tokens]
-        else:
+        own = rows
+        if not isinstance(self.tokens, slice):
             own = rows.index_select(0, self.tokens)
+        elif self.num_requests * self.width < len(rows):
+            own = rows[self.tokens]
         return own.view(self.num_requests, self.width, *rows.shape[1:])
+
+    def put(self, rows: Tensor, own: Tensor) -> None:
+        """Write the tile's own rows of a tensor over the part's tokens."""
+        if self.num_requests * self.width == len(rows):
+            rows.copy_(own)
+        else:
+            rows[self.tokens] = own
 
     def read(self, rows_of: Callable[[slice | Tensor], Tensor]) -> list[Tensor]:
         """The rows that `rows_of` finds in the tile's slots: pieces [G, L_i, X] of the L keys."""

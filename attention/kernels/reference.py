@@ -60,6 +60,11 @@ def _filled(x_BQX: Tensor) -> Tensor:
     return F.pad(x_BQX, (0, 0, 0, missing)) if missing else x_BQX
 
 
+def _unfilled(x_BQX: Tensor, queries: int) -> Tensor:
+    """The first `queries` rows of what came of filled ones."""
+    return x_BQX if x_BQX.shape[1] == queries else x_BQX[:, :queries]
+
+
 def latent_attention(
     q_BQX: Tensor, rows_BLX: Tensor, hidden_BwX: Tensor | None, latent_width: int
 ) -> Tensor:
@@ -74,14 +79,15 @@ def latent_attention(
     rows, q_BQX = rows_BLX.float(), q_BQX.float()
     if length % BLOCK:
         rows = F.pad(rows, (0, 0, 0, -length % BLOCK))
-    scores_BQL = torch.bmm(_filled(q_BQX), rows.transpose(1, 2))[:, :queries]
-    scores_BQL[..., length:] = HIDDEN
+    scores_BQL = _unfilled(torch.bmm(_filled(q_BQX), rows.transpose(1, 2)), queries)
+    if length % BLOCK:
+        scores_BQL[..., length:] = HIDDEN
     if hidden_BwX is not None:
         _, tokens, count = hidden_BwX.shape
         scores_BwHL = scores_BQL.unflatten(1, (tokens, -1))[..., length - count : length]
         scores_BwHL.masked_fill_(hidden_BwX.unsqueeze(2), HIDDEN)
     weights_BQL = torch.softmax(scores_BQL, dim=-1)
-    return _weighted_sums(weights_BQL, rows[..., :latent_width]).to(rows_BLX.dtype)
+    return _weighted_sums(weights_BQL, rows.narrow(2, 0, latent_width)).to(rows_BLX.dtype)
 
 
 def _weighted_sums(weights_BQL: Tensor, values_BLC: Tensor) -> Tensor:
@@ -89,11 +95,11 @@ def _weighted_sums(weights_BQL: Tensor, values_BLC: Tensor) -> Tensor:
     batch, queries, length = weights_BQL.shape
     weights_BQL = _filled(weights_BQL)
     if length == BLOCK:
-        return torch.bmm(weights_BQL, values_BLC)[:, :queries]
+        return _unfilled(torch.bmm(weights_BQL, values_BLC), queries)
     weights_XQL = weights_BQL.unflatten(2, (-1, BLOCK)).transpose(1, 2).flatten(0, 1)
     values_XLC = values_BLC.unflatten(1, (-1, BLOCK)).flatten(0, 1)
     blocks_XQC = torch.bmm(weights_XQL, values_XLC)
-    return blocks_XQC.view(batch, -1, *blocks_XQC.shape[1:]).sum(dim=1)[:, :queries]
+    return _unfilled(blocks_XQC.view(batch, -1, *blocks_XQC.shape[1:]).sum(dim=1), queries)
 
 
 def sparse_attention(
@@ -175,11 +181,14 @@ def index_scores(q_BQnD: Tensor, weights_BQn: Tensor, *keys: Tensor) -> Tensor:
     q_BXD = _filled(q_BXD)
     pieces = [torch.bmm(q_BXD, keys_BLD.float().transpose(1, 2)) for keys_BLD in keys]
     dots_BXL = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
-    dots_XnL = dots_BXL[:, : queries * heads].relu_().reshape(batch * queries, heads, -1)
+    dots_BXL = _unfilled(dots_BXL, queries * heads)
+    dots_XnL = dots_BXL.relu_().reshape(batch * queries, heads, -1)
     # A single row of weights, ROWS times; repeated in memory, because the BLAS takes a batch of
     # matrices one by one where rows share their memory.
-    weights_XRn = weights_BQn.reshape(batch * queries, 1, heads).float().repeat(1, ROWS, 1)
-    return torch.bmm(weights_XRn, dots_XnL)[:, 0, :length].unflatten(0, (batch, queries))
+    weights_X1n = weights_BQn.reshape(batch * queries, 1, heads).float()
+    scores_XRL = torch.bmm(torch.cat([weights_X1n] * ROWS, dim=1), dots_XnL)
+    scores_XL = scores_XRL.select(1, 0).narrow(1, 0, length)
+    return scores_XL.view(batch, queries, length)
 
 
 def slots_of_positions(positions_TK: Tensor, table_TP: Tensor, page_size: int) -> Tensor:

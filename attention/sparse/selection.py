@@ -120,7 +120,7 @@ class Selection:
                 scores_TL[:, tile.first_hidden :].masked_fill_(tile.hidden_TX, float("-inf"))
             if watch.on_scores is not None:
                 watch.on_scores(layer, scores_TL, tile.visible_T)
-            self.positions_TK[tile.tokens] = top_k_of_many(scores_TL, tile.visible_T, topk)
+            tile.put(self.positions_TK, top_k_of_many(scores_TL, tile.visible_T, topk))
         self.scored_in = layer
         if watch.on_select is not None:
             watch.on_select(layer, self.positions_TK, self.visible_T.clamp(max=topk))
@@ -174,7 +174,9 @@ class Selection:
 
     def slots_of(self, rows: slice) -> Tensor:
         """Cache slots [T, K] of the selection; empty places read the request's first slot."""
-        places_TK = self.positions_TK[rows]
+        places_TK = self.positions_TK
+        if rows.stop - rows.start < len(places_TK):
+            places_TK = places_TK[rows]
         if not self.full:
             places_TK = places_TK.clamp(min=0)
         if len(self.part) > 1:

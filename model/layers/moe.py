@@ -41,12 +41,12 @@ class Gate:
         by_rows(torch.sigmoid_, scores_TE)
         ranking_TE = scores_TE + self.bias_E
         if moe.num_chosen_groups < moe.num_groups:
-            ranking_TE = self._best_groups_only(ranking_TE)
-        ids_TK = _descending(ranking_TE)[:, : moe.num_chosen]
+            self._best_groups_only_(ranking_TE)
+        ids_TK = _descending(ranking_TE).narrow(1, 0, moe.num_chosen)
         weights_TK = scores_TE.gather(1, ids_TK)
         if moe.normalise:
-            weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True).add_(1e-20)
-        return weights_TK * moe.scale, ids_TK
+            weights_TK.div_(weights_TK.sum(dim=-1, keepdim=True).add_(1e-20))
+        return weights_TK.mul_(moe.scale), ids_TK
 
     def _logits(self, x_TD: Tensor) -> Tensor:
         if self._packed is None:
@@ -58,17 +58,18 @@ class Gate:
         self._packed = Linear(F.pad(self.weight_ED, (0, 0, 0, 1)))
         self._packed.pack()
 
-    def _best_groups_only(self, ranking_TE: Tensor) -> Tensor:
-        """Scores with -inf outside the best groups; a group counts by the sum of its two best.
+    def _best_groups_only_(self, ranking_TE: Tensor) -> None:
+        """Put -inf outside the best groups; a group counts by the sum of its two best.
 
         -inf and not 0: with every biased score below 0, a masked 0 would win.
         """
         moe = self.moe
         grouped_TGE = ranking_TE.view(-1, moe.num_groups, moe.num_experts // moe.num_groups)
         groups_TG = _descending(grouped_TGE.topk(2, dim=-1).values.sum(dim=-1))
-        left_out_TG = groups_TG[:, moe.num_chosen_groups :]
-        masked_TG = torch.zeros_like(groups_TG, dtype=torch.bool).scatter_(1, left_out_TG, True)
-        return grouped_TGE.masked_fill(masked_TG.unsqueeze(-1), float("-inf")).flatten(1)
+        count = moe.num_groups - moe.num_chosen_groups
+        left_out_TGE = groups_TG.narrow(1, moe.num_chosen_groups, count).unsqueeze(-1)
+        left_out_TGE = left_out_TGE.expand(-1, -1, grouped_TGE.shape[2])
+        grouped_TGE.scatter_(1, left_out_TGE, float("-inf"))
 
 
 def _descending(scores: Tensor) -> Tensor:
@@ -93,6 +94,7 @@ class Moe:
         else:
             self.gate_up_XED, self.down_XDE = (allocate.experts(*shape) for shape in shapes)
         self._experts_X = torch.arange(experts, device=allocate.device)
+        self._ones_S = torch.ones(moe.num_shared, device=allocate.device)
         self._packed: PackedExperts | None = None
 
     @property
@@ -121,9 +123,10 @@ class Moe:
             gate = self.gate
             return choose_experts(fp32_product(x_TD, gate.weight_ED), gate.bias_E, self.moe)
         weights_TK, ids_TK = self.gate(x_TD)
-        shared_S = self._experts_X[self.moe.num_experts :]
-        ids_TK = torch.cat((ids_TK, shared_S.expand(len(x_TD), -1)), dim=1)
-        return F.pad(weights_TK, (0, self.moe.num_shared), value=1.0), ids_TK
+        tokens, shared = len(x_TD), self.moe.num_shared
+        shared_S = self._experts_X.narrow(0, self.moe.num_experts, shared)
+        ids_TK = torch.cat((ids_TK, shared_S.expand(tokens, -1)), dim=1)
+        return torch.cat((weights_TK, self._ones_S.expand(tokens, -1)), dim=1), ids_TK
 
     def _grouped(self, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
         """The output of every chosen expert, [T, K, D]."""
