@@ -10,8 +10,9 @@ ARGS ?=
 serve: $(VENV)/.installed
 	$(BIN)/minidsa serve $(ARGS)
 
-# A file's tests stay in one process, so servers and checkpoints are made once.
-PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
+# A file's tests stay in one process, so servers and checkpoints are made once. Files start in their
+# order, not by their number of tests: those that start servers come first and leave no tail.
+PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test: dev
 	$(PYTEST) -m "not gpu and not deep" $(ARGS)
