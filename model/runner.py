@@ -91,8 +91,11 @@ class ModelRunner:
             ids = behind.rows([s.follows for s in sequences if s.follows is not None])
         rows = [s.sample for s in sequences if s.sample is not None]
         replayed = self.graphs.forward(ids, spans, greedy=all(row.is_greedy for row in rows))
-        if replayed is None or replayed.chosen is not None:
-            return replayed and replayed.chosen
+        if replayed is None:
+            return None
+        self._count(spans, 0)
+        if replayed.chosen is not None:
+            return replayed.chosen
         logits_NV = self.model.logits(replayed.hidden_TD)
         finite_N = logits_NV.sum(dim=-1).isfinite()
         return Choosing.of(choose(logits_NV, rows).masked_fill_(~finite_N, -1))
@@ -123,9 +126,7 @@ class ModelRunner:
     def _run(self, sequences: Sequence[SequenceInput], num_extends: int) -> list[SequenceOutput]:
         spans = [Span(s.context_len, len(s.token_ids), s.pages) for s in sequences]
         token_ids = list(chain.from_iterable(s.token_ids for s in sequences))
-        if isinstance(self.backend, DsaBackend):
-            lengths = [span.stop for span in spans]
-            self.backend.count((lengths[:num_extends], lengths[num_extends:]))
+        self._count(spans, num_extends)
         replayed = plan = None
         if self.graphs is not None and not num_extends:
             greedy = all(s.sample is not None and s.sample.is_greedy for s in sequences)
@@ -149,6 +150,11 @@ class ModelRunner:
         if self.drafter is not None:
             self.drafter.propose(hidden_TD, plan, sequences, outputs)
         return outputs
+
+    def _count(self, spans: Sequence[Span], num_extends: int) -> None:
+        if isinstance(self.backend, DsaBackend):
+            lengths = [span.stop for span in spans]
+            self.backend.count((lengths[:num_extends], lengths[num_extends:]))
 
     def _plan(self, spans: Sequence[Span], num_extends: int) -> Plan:
         batch = attention_batch(spans, num_extends, self.storage.page_size, self.device)

@@ -255,6 +255,19 @@ def test_a_step_behind_one_that_cannot_be_followed_is_refused():
     assert not eager.start([SequenceInput([5], 4, bed.pages[0], row)], 0).leads
 
 
+def test_keys_of_replayed_steps_are_counted():
+    bed = Bed([4, 18])
+    for runner in runners_of(bed):
+        inputs = [
+            SequenceInput([5], length, pages, SampleInput(GREEDY, [1], []))
+            for length, pages in zip(bed.lengths, bed.pages, strict=True)
+        ]
+        runner.start(inputs, 0).outputs()
+    eager, replayed = (backend.clock.counts for backend in bed.backends)
+    assert eager.num_rows == replayed.num_rows == 2
+    assert eager.num_keys == replayed.num_keys == 5 + bed.backends[0].size.topk
+
+
 def test_guesses_are_replayed_as_well():
     bed = Bed([4, 18], guesses=True)
     runs = (speak(bed, runner, GREEDY, steps=2, num_to_draft=2) for runner in runners_of(bed))
