@@ -5,9 +5,12 @@ folder that gets the server's address and the checkpoint's folder, and fails by 
 """
 
 import argparse
+import importlib.util
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -15,18 +18,46 @@ ROOT = HERE.parent.parent
 CHECKPOINT = ROOT / "checkpoints" / "tiny-dsa"
 SECONDS = 600
 
-# What each script needs. Environments are separate: some of these pin versions that clash.
+
+@dataclass(frozen=True)
+class Client:
+    """What a script needs.
+
+    packages come with all that they ask for, `alone` without: bench clients that come with an
+    engine ask for its GPU libraries. Those borrow torch and transformers of this environment.
+    """
+
+    packages: tuple[str, ...]
+    alone: tuple[str, ...] = ()
+
+
+# Environments are separate: some of these pin versions that clash.
 CLIENTS = {
-    "openai_client": ["openai"],
-    "anthropic_client": ["anthropic"],
-    "litellm_client": ["litellm"],
-    "langchain_client": ["langchain-openai"],
-    "openai_agents_client": ["openai-agents"],
-    "llm_client": ["llm"],
-    "lm_eval_client": ["lm-eval[api]", "transformers"],
-    "inspect_client": ["inspect-ai", "openai"],
-    "schemathesis_client": ["schemathesis"],
-    "guidellm_client": ["guidellm"],
+    "openai_client": Client(("openai",)),
+    "anthropic_client": Client(("anthropic",)),
+    "litellm_client": Client(("litellm",)),
+    "langchain_client": Client(("langchain-openai",)),
+    "openai_agents_client": Client(("openai-agents",)),
+    "llm_client": Client(("llm",)),
+    "lm_eval_client": Client(("lm-eval[api]", "transformers")),
+    "inspect_client": Client(("inspect-ai", "openai")),
+    "schemathesis_client": Client(("schemathesis",)),
+    "guidellm_client": Client(("guidellm",)),
+    "aiperf_client": Client(("aiperf",)),
+    "vllm_bench_client": Client(
+        packages=(
+            *("aiohttp", "pybase64", "pillow", "psutil", "cachetools", "cbor2", "cloudpickle"),
+            "py-cpuinfo",
+        ),
+        alone=("vllm", "xgrammar", "apache-tvm-ffi"),
+    ),
+    "sglang_bench_client": Client(
+        packages=(
+            *("aiohttp", "orjson", "msgspec", "psutil", "pybase64", "pillow", "pyzmq", "requests"),
+            "datasets",
+        ),
+        alone=("sglang",),
+    ),
 }
 
 
@@ -55,9 +86,11 @@ def run(name: str, environment: Path, url: str) -> str:
     python = environment / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
-    install = [str(python), "-m", "pip", "install", "-q", *CLIENTS[name]]
-    if subprocess.run(install, check=False).returncode:
+    client = CLIENTS[name]
+    if not install(python, client.packages) or not install(python, client.alone, "--no-deps"):
         return "not installed"
+    if client.alone:
+        borrow_torch(environment)
     start = time.monotonic()
     command = [str(python), str(HERE / f"{name}.py"), url, str(CHECKPOINT)]
     try:
@@ -68,6 +101,20 @@ def run(name: str, environment: Path, url: str) -> str:
         print(f"--- {name}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
         return "failed"
     return f"passed in {time.monotonic() - start:.0f} s"
+
+
+def install(python: Path, packages: Sequence[str], *options: str) -> bool:
+    """Whether the packages are there now."""
+    command = [str(python), "-m", "pip", "install", "-q", *options, *packages]
+    return not packages or subprocess.run(command, check=False).returncode == 0
+
+
+def borrow_torch(environment: Path) -> None:
+    """Let an environment import what stands beside this one's torch, behind its own packages."""
+    found = importlib.util.find_spec("torch")
+    assert found is not None and found.origin is not None
+    (packages,) = environment.glob("lib/python*/site-packages")
+    (packages / "borrowed.pth").write_text(f"{Path(found.origin).parent.parent}\n")
 
 
 if __name__ == "__main__":
