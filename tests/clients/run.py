@@ -54,7 +54,7 @@ CLIENTS = {
     "sglang_bench_client": Client(
         packages=(
             *("aiohttp", "orjson", "msgspec", "psutil", "pybase64", "pillow", "pyzmq", "requests"),
-            "datasets",
+            *("datasets", "huggingface-hub<2"),
         ),
         alone=("sglang",),
     ),
