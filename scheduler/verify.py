@@ -68,6 +68,8 @@ def verify(
     tolerance: of the mean distance; by the format of the computation if not given. Raises
     ValueError for a checkpoint that either side cannot load, ImportError without transformers.
     """
+    if config.load_format == "dummy":
+        raise SettingError("engine.load_format is dummy: random weights agree with no checkpoint")
     import transformers  # noqa: PLC0415 - an extra, and heavy: only this command needs it
 
     transformers.logging.set_verbosity_error()

@@ -124,8 +124,9 @@ GROUPS: tuple[Group, ...] = (
 )
 FLAGS = tuple(flag for _, flags in GROUPS for flag in flags)
 
-# Of commands that load a checkpoint and serve nobody: what has routes has no use there, nor has a
-# source of seeds where every text has its own.
+# Of commands that load a checkpoint and serve nobody: what has routes has no use there. Nor has a
+# comparison with transformers, whose texts have seeds of their own, for a source of seeds or for
+# random weights.
 _WITH_ROUTES = ("--session-dir", "--profile-dir")
 
 
@@ -138,4 +139,4 @@ def _engine_groups(left_out: tuple[str, ...]) -> tuple[Group, ...]:
 
 
 GENERATE_GROUPS = _engine_groups(_WITH_ROUTES)
-VERIFY_GROUPS = _engine_groups((*_WITH_ROUTES, "--seed"))
+VERIFY_GROUPS = _engine_groups((*_WITH_ROUTES, "--load-format", "--seed"))

@@ -7,6 +7,7 @@ import torch
 
 from minidsa.configs.engine import EngineConfig
 from minidsa.configs.logprobs import TokenLogprobs
+from minidsa.configs.setting_error import SettingError
 from minidsa.scheduler.verify import Measure, Texts, measures, verify
 from minidsa.server.cli import EMBEDDED, main
 
@@ -57,6 +58,12 @@ def test_the_small_checkpoint_agrees_with_transformers():
     assert not verify(config, Texts(1, 20, first_id=0), 1e-12, said.append)
 
 
+def test_random_weights_are_not_compared():
+    config = EngineConfig(model=str(EMBEDDED), load_format="dummy")
+    with pytest.raises(SettingError, match="load_format"):
+        verify(config, Texts(1, 20, first_id=0), None, lambda line: None)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -67,6 +74,7 @@ def test_the_small_checkpoint_agrees_with_transformers():
         (["generate", "x", "--set", "limits.max_sequences=1"], "does not use limits.max_sequences"),
         (["generate", "x", "--set", "engine.profile_dir=/p"], "does not use engine.profile_dir"),
         (["verify", "--seed", "1"], "unknown flag --seed"),
+        (["verify", "--load-format", "dummy"], "unknown flag --load-format"),
         (["verify", "--tokenz", "8"], "did you mean --tokens"),
         (["generate", "x", "--file", "y"], "and not both"),
         (["generate", "--file", "/nowhere/at/all"], "No such file"),
