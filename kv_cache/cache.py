@@ -81,11 +81,17 @@ class KvCache:
         spare: pages that must stay available. reads: whether cached rows may stand for computed
         ones. Returns how many tokens are cached; None, with nothing taken, if pages are short.
         """
-        full = (num_tokens - 1) // self.page_size
-        keys = self._keys(table, tokens, full) if reads else []
+        keys = self._prefix_keys(table, tokens, num_tokens, reads)
         if not self._fill(table, keys, self.pages_for(num_tokens), spare):
             return None
         return table.num_shared * self.page_size
+
+    def has_room(
+        self, table: BlockTable, tokens: Tokens, num_tokens: int, spare: int, reads: bool = True
+    ) -> bool:
+        """Whether `admit` would fill the table now."""
+        keys = self._prefix_keys(table, tokens, num_tokens, reads)
+        return self._fits(self.prefix.find(keys), self.pages_for(num_tokens), spare)
 
     def hold(self, table: BlockTable, tokens: Tokens, num_tokens: int) -> int:
         """Fill an empty table with what is cached of `num_tokens`, and with nothing else.
@@ -170,18 +176,28 @@ class KvCache:
             chain.extend(tokens(chain.num_tokens, full * self.page_size))
         return chain.keys[:full]
 
+    def _prefix_keys(
+        self, table: BlockTable, tokens: Tokens, num_tokens: int, reads: bool
+    ) -> list[bytes]:
+        """The keys of all pages that may come from the cache: the last token never does."""
+        return self._keys(table, tokens, (num_tokens - 1) // self.page_size) if reads else []
+
+    def _fits(self, found: list[int], num_pages: int, spare: int) -> bool:
+        """Whether `num_pages`, the cached ones among them, can be had and leave `spare`."""
+        missing = num_pages - len(found)
+        return missing + spare <= self.num_available - self.prefix.count_idle(found)
+
     def _fill(self, table: BlockTable, keys: list[bytes], num_pages: int, spare: int) -> bool:
         """Give an empty table `num_pages` pages, those of the cached `keys` first.
 
         False, with nothing taken, if that would not leave `spare` pages.
         """
         found = self.prefix.find(keys)
-        missing = num_pages - len(found)
-        if missing + spare > self.num_available - self.prefix.count_idle(found):
+        if not self._fits(found, num_pages, spare):
             return False
         self.prefix.wake(found)
         self.pool.share(found)
-        table.pages = found + self._take(missing)
+        table.pages = found + self._take(num_pages - len(found))
         table.num_shared = len(found) + self._load(table, keys, len(found))
         return True
 

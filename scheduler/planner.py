@@ -88,7 +88,9 @@ class StepPlanner:
             if work.request.state is State.RUNNING
             and not work.request.ends_with(1, self._max_tokens)
         ]
-        if self._queue.head() is not None and len(going_on) < self._seats:
+        if len(going_on) < len(running) and self._queue.head() is not None:
+            return NOTHING
+        if self._can_admit():
             return NOTHING
         self.num_ahead, works = 1, []
         for place, work in going_on:
@@ -188,6 +190,16 @@ class StepPlanner:
             self._counters.num_prefix_queries += request.num_tokens
             self._counters.num_prefix_hits += cached
         return True
+
+    def _can_admit(self) -> bool:
+        """Whether `_admit` would start the request at the head of the queue."""
+        head = self._queue.head()
+        if head is None or len(self._running) >= self._seats:
+            return False
+        reads = not head.wants_prompt_scores
+        return self._cache.has_room(
+            head.table, head.tokens, head.num_tokens, len(self._running), reads
+        )
 
     def _extend(self, request: Request, budget: int) -> Work:
         """The next chunk of an extending request, of at most `budget` tokens."""

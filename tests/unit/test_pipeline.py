@@ -54,6 +54,17 @@ def test_who_waits_enters_as_soon_as_a_seat_is_free():
     assert driver.ids["b"] == expected([2], 5)
 
 
+def test_who_waits_for_pages_holds_up_nobody():
+    """b has a seat, but its pages are there only when a is done."""
+    driver = Driver(leads=True, pages=8, page_size=4)
+    driver.add(submit("a", [1] * 4, 16), submit("b", [2] * 28, 3))
+    assert driver.run() == 19
+    assert driver.ids["a"] == expected([1] * 4, 16)
+    assert driver.ids["b"] == expected([2] * 28, 3)
+    # Every step but a prompt, its first decode and the last of a, whose end is known.
+    assert driver.leading.num_ahead > 10
+
+
 def test_a_newcomer_is_not_held_up():
     """One step is under way when it comes; the next brings its prompt."""
     link, driver = serve([[submit("a", [1, 2], 30)], [], [], [submit("b", [3] * 9, 4)]])
