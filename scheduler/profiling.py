@@ -5,6 +5,7 @@ chrome://tracing shows it. Recording slows every step down, so it is for an oper
 it with `--profile-dir`; it ends by itself, so that one who forgets it does not fill the memory.
 """
 
+import logging
 import os
 import threading
 import time
@@ -19,6 +20,8 @@ RECORDED_SECONDS = 5.0
 EXPORT_SECONDS = 300.0
 """How long a trace may take to be written before that counts as a hang."""
 ALIVE_SECONDS = 0.2
+
+_log = logging.getLogger(__name__)
 
 
 def silence_profiler() -> None:
@@ -56,10 +59,18 @@ class Profiler:
         return self._stop(self._directory)
 
     def check(self) -> None:
-        """End a recording that has become long; it is kept until it is asked for."""
-        if self._ends_at is not None and self._clock() >= self._ends_at:
-            self._ends_at = None
+        """End a recording that has become long; it is kept until it is asked for.
+
+        One that cannot be ended is lost, and no reason to end the engine.
+        """
+        if self._ends_at is None or self._clock() < self._ends_at:
+            return
+        self._ends_at = None
+        try:
             self._recording.stop()
+        except RuntimeError as error:
+            _log.error("a profile could not be ended: %s", error)
+            self._recording = None
 
     def _start(self) -> Answer:
         if self._recording is not None and self._ends_at is None:

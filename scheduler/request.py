@@ -68,9 +68,8 @@ class Request:
     and outputs. Of those tokens the first `num_computed` are in the cache; the newest output never
     is before it was computed itself. `num_cached` prompt tokens were there already when the request
     first ran; None before that. It came at `arrived` and waited `queue_seconds` for its first step.
-    `draft_ids` are the model's guesses at what follows the newest
-    output. `matcher` stands behind the newest output, also through preemptions, which forget no
-    tokens.
+    `draft_ids` are the model's guesses at what follows the newest output. `matcher` stands behind
+    the newest output, also through preemptions, which forget no tokens.
     """
 
     __slots__ = (

@@ -48,6 +48,24 @@ def test_a_recording_that_is_forgotten_ends_by_itself(tmp_path):
     assert profiler.answer(StartProfile()).done and profiler.answer(StopProfile()).done
 
 
+def test_a_recording_that_cannot_be_ended_is_lost_alone(tmp_path, monkeypatch, caplog):
+    now = [0.0]
+    profiler = Profiler(tmp_path, clock=lambda: now[0])
+    assert profiler.answer(StartProfile()).done
+    recording = profiler._recording
+
+    def fail(self):
+        raise RuntimeError("the device says no")
+
+    now[0] = RECORDED_SECONDS
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.profiler.profile, "stop", fail)
+        profiler.check()
+    recording.stop()
+    assert "the device says no" in caplog.text
+    assert "no profile" in profiler.answer(StopProfile()).error
+
+
 def test_the_engine_says_that_it_is_alive_while_a_trace_is_written(tmp_path, monkeypatch):
     calls = []
     profiler = Profiler(tmp_path, alive=lambda: calls.append(1))
