@@ -79,7 +79,7 @@ def test_each_request_attends_by_its_own_rule(method):
 def test_a_model_without_an_indexer_has_no_rules():
     loaded = OfflineEngine.load(t_tied_dense(), config=EngineConfig(num_threads=1))
     assert loaded.info.index_topk is None
-    with pytest.raises(ValueError, match="follows no rule"):
+    with pytest.raises(ValueError, match="needs a model with an indexer"):
         loaded.generate([[1, 2]], params(AttentionRule("dense")))
 
 
