@@ -66,11 +66,12 @@ class ModelRunner:
 
         behind: the step before, which led: the sequences follow it. A replayed step whose tokens
         depend on nothing that the host has to add leads; every other one is computed at once.
-        Raises ValueError for a rule of attention where the backend knows none.
+        Raises ValueError for a rule of attention where the backend knows none, and for a step that
+        is not replayed, though it is to follow one.
         """
-        if not num_extends and self.drafter is None and all(s.is_bare_decode for s in sequences):
-            following = behind if isinstance(behind, Choosing) else None
-            started = self._choose(sequences, following)
+        is_bare = not num_extends and all(s.is_bare_decode for s in sequences)
+        if is_bare and self.drafter is None and isinstance(behind, Choosing | None):
+            started = self._choose(sequences, behind)
             if started is not None:
                 return started
         if behind is not None:

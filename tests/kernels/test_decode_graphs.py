@@ -28,6 +28,7 @@ from minidsa.model.make_checkpoint import write_checkpoint
 from minidsa.model.runner import ModelRunner
 from minidsa.model.sequence import (
     NON_FINITE,
+    Computed,
     SampleInput,
     SequenceInput,
     SequenceOutput,
@@ -250,8 +251,10 @@ def test_a_step_behind_one_that_cannot_be_followed_is_refused():
     eager, replaying = runners_of(bed)
     row = SampleInput(SamplingParams(max_tokens=9, seed=0, temperature=0.0, logprobs=0), [1], [])
     led = replaying.start([SequenceInput([5], 4, bed.pages[0], SampleInput(GREEDY, [1], []))], 0)
-    with pytest.raises(ValueError, match="cannot be replayed"):
-        replaying.start([SequenceInput([0], 5, bed.pages[0], row, follows=0)], 0, led)
+    bare = SampleInput(GREEDY, [1], [], num_unknown=1)
+    for sample, behind in ((row, led), (bare, Computed(led.outputs(), leads=True))):
+        with pytest.raises(ValueError, match="cannot be replayed"):
+            replaying.start([SequenceInput([0], 5, bed.pages[0], sample, follows=0)], 0, behind)
     assert not eager.start([SequenceInput([5], 4, bed.pages[0], row)], 0).leads
 
 
