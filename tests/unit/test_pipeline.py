@@ -4,11 +4,15 @@
 `test_scheduler_machine.py` and `test_equality.py` show, which run ahead in half of their histories.
 """
 
+import random
+
 import pytest
 
+from late_device import LateDevice, PlainRunner
 from minidsa.model.sequence import NON_FINITE
 from minidsa.scheduler.engine import Engine
 from minidsa.scheduler.messages import Abort
+from minidsa.scheduler.pipeline import Pipeline
 from minidsa.scheduler.speculative import new_speculation
 from scheduler_fakes import Driver, Plan, expected, submit
 from scripted_link import CountingWatchdog, ScriptedLink
@@ -132,3 +136,39 @@ def test_short_pages_preempt_as_before(page_size):
         assert driver.ids[f"r{i}"] == expected([i] * 8, 20)
     assert driver.scheduler.stats().num_preemptions > 0
     assert driver.leading.num_ahead > 0
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_rows_behind_an_end_harm_nobody_however_late_they_are_written(seed):
+    """Stops, aborts, short pages and shared prefixes, in random order."""
+    rng = random.Random(seed)
+    page_size = rng.choice([1, 2, 4, 8])
+    # The longest request fits, and not all of them do.
+    pages = rng.randint(56 // page_size + 1, 120 // page_size)
+    driver = Driver(
+        runner=PlainRunner(pages, page_size),
+        seats=rng.randint(1, 6),
+        budget=rng.randint(6, 40),
+        preempt_every=rng.choice([0, 0, 5]),
+    )
+    device = LateDevice(driver.runner)
+    driver.pipeline = Pipeline(device, driver.scheduler)
+    shared, sent = [rng.randrange(9) for _ in range(30)], {}
+    for turn in range(120):
+        if rng.random() < 0.2:
+            own = [rng.randrange(500) for _ in range(rng.randint(1, 9))]
+            prompt, count = shared[: rng.randint(0, 16)] + own, rng.randint(1, 30)
+            whole = expected(prompt, count)
+            stop = rng.choice(whole) if rng.random() < 0.5 else None
+            sent[f"r{turn}"] = whole if stop is None else whole[: whole.index(stop) + 1]
+            ends = [] if stop is None else [stop]
+            driver.add(submit(f"r{turn}", prompt, count, stop_token_ids=ends))
+        alive = sorted(set(sent) - set(driver.ends))
+        if alive and rng.random() < 0.1:
+            driver.abort(rng.choice(alive))
+        driver.step()
+    driver.run()
+    assert device.num_ahead > 0
+    for name, whole in sent.items():
+        is_whole = driver.ends[name].finish_reason != "abort"
+        assert driver.ids[name] == (whole if is_whole else whole[: len(driver.ids[name])])
