@@ -37,9 +37,6 @@ from minidsa.model.sequence import (
 from minidsa.model.step_memory import LARGEST_REPLAYED
 from stepper import new_storage
 
-# Capturing reads page 0, which is full of NaN here, and the interpreter's numpy says so.
-pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")
-
 # What is served over kernels; torch's grouped products of fp32 wait for the host.
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
 RTOL, ATOL = (3e-2, 6e-2) if HAS_GPU else (2e-4, 2e-4)

@@ -8,10 +8,6 @@ from minidsa.attention.kernels import topk
 from minidsa.attention.kernels.index_select import plan_selection, select_keys, workspace_floats
 from minidsa.attention.kernels.reference import slots_of_positions
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:(invalid value|overflow|divide by zero):RuntimeWarning"
-)
-
 
 @pytest.fixture(autouse=True)
 def _seed():

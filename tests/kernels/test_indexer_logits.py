@@ -22,8 +22,6 @@ NAN = float("nan")
 # Of sum_n |w_n| |q_n| |k|. Hopper's tensor cores add products of fp8 numbers with about 14 bits:
 # 1e-5 was seen, a head left out or a wrong scale is above 1e-3.
 FP8_ROUNDING = 2.0**-15
-# The interpreter multiplies the poison of a page's unused rows with numpy, which says so.
-pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")
 
 
 @pytest.fixture(autouse=True)

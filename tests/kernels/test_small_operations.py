@@ -131,7 +131,6 @@ def test_experts_are_chosen_like_the_gate_does(moe, num_parts):
     assert chosen_weights[:, moe.num_chosen :].eq(1.0).all()
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_scores_that_are_no_numbers_choose_experts_that_exist():
     """A request that went wrong must not read outside the weights, and its neighbours are well."""
     moe = MoeConfig(16, 1, 4, 8, 4, 2, 2.5, True)
@@ -171,7 +170,6 @@ def test_into_the_latent_space_and_out_of_it(
         assert_near(out_THV, expected_THV, dtype)
 
 
-@pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")
 @pytest.mark.parametrize("vocab", [7, 4096, 9000])
 def test_the_lowest_of_the_likeliest_tokens(vocab):
     logits_NV = normal(6, vocab + 3, dtype=DTYPES[0])[:, :vocab]

@@ -9,10 +9,6 @@ from minidsa.attention.kernels.topk_triton import PagedSlots, select_top_k
 
 INF, NAN = float("inf"), float("nan")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# The interpreter guesses with numpy, which tells of infinities.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:(invalid value|overflow|divide by zero):RuntimeWarning"
-)
 
 
 def check(scores: torch.Tensor, visible: list[int], k: int) -> None:

@@ -140,8 +140,8 @@ def test_s09_one_way_to_attend_and_no_unknown_mode():
         dsa(bed, mode="chunked")
     public = {name for name, _ in inspect.getmembers(DsaBackend, inspect.isfunction)}
     # `selects` is a question about a length, asked before a plan is made; `under` gives another
-    # backend, for a request that brings a rule of its own.
-    ways = {"plan", "selects", "prefill", "decode", "under"}
+    # backend, for a request that brings a rule of its own; `count` notes a step for the metrics.
+    ways = {"plan", "selects", "prefill", "decode", "under", "count"}
     assert {name for name in public if not name.startswith("_")} == ways
 
 
