@@ -98,6 +98,8 @@ class Profiler:
                 recording.stop()
             self._write(recording, directory / name)
         except (OSError, RuntimeError) as error:
+            # A part of a trace is none, and on a full disk it stands in the way of the next.
+            (directory / name).unlink(missing_ok=True)
             return Answer(False, error=f"the trace could not be written: {error}")
         return Answer(True, file=name)
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,6 +74,7 @@ def test_the_engine_says_that_it_is_alive_while_a_trace_is_written(tmp_path, mon
     written = threading.Event()
 
     def slow(self, path):
+        Path(path).write_bytes(b"a part of it")
         while len(calls) < 3:
             written.wait(0.01)
         raise OSError("the disk is full")
@@ -80,6 +82,7 @@ def test_the_engine_says_that_it_is_alive_while_a_trace_is_written(tmp_path, mon
     monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", slow)
     assert "the disk is full" in profiler.answer(StopProfile()).error
     assert len(calls) >= 3
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_profiler_writes_nothing_to_stderr(tmp_path):
