@@ -19,6 +19,8 @@ MAX_COUNT = 1_000_000
 MAX_ENUM = 4096
 MAX_PATTERN = 1024
 MAX_MULTIPLE = 1000
+MAX_BOUND = 2**53
+"""The grammar engine reads bounds as doubles, which miss whole numbers further out."""
 
 _TYPES = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
 _ONE = frozenset({"items", "additionalProperties"})
@@ -29,6 +31,8 @@ _NOTES = frozenset(
     | {"writeOnly", "$schema", "$id", "$comment", "discriminator", "contentMediaType"}
     | {"contentEncoding"}
 )
+_LOWER = frozenset({"minimum", "exclusiveMinimum"})
+_UPPER = frozenset({"maximum", "exclusiveMaximum"})
 _COMBINING = frozenset({"anyOf", "oneOf", "allOf", "$ref"})
 
 
@@ -49,8 +53,21 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _number(value: Any) -> str | None:
-    return None if _is_number(value) else "must be a number"
+def _lower(value: Any) -> str | None:
+    if not _is_number(value):
+        return "must be a number"
+    return f"must be at most {MAX_BOUND}" if value > MAX_BOUND else None
+
+
+def _upper(value: Any) -> str | None:
+    if not _is_number(value):
+        return "must be a number"
+    return f"must be at least {-MAX_BOUND}" if value < -MAX_BOUND else None
+
+
+def _narrowed(bound: float) -> float:
+    """A bound that the engine knows exactly; answers that keep to it keep to the one given."""
+    return max(-MAX_BOUND, min(bound, MAX_BOUND))
 
 
 def _count(value: Any) -> str | None:
@@ -97,7 +114,8 @@ def _pattern(value: Any) -> str | None:
 
 _PLAIN: Mapping[str, Callable[[Any], str | None]] = MappingProxyType(
     {
-        **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _number),
+        **dict.fromkeys(_LOWER, _lower),
+        **dict.fromkeys(_UPPER, _upper),
         **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems"), _count),
         **dict.fromkeys(("minProperties", "maxProperties"), _count),
         "multipleOf": _multiple,
@@ -170,7 +188,7 @@ class _Reader:
             problem = _PLAIN[key](value)
             if problem is not None:
                 raise SchemaRefused(place, problem)
-            read[key] = value
+            read[key] = _narrowed(value) if key in _LOWER | _UPPER else value
             if key == "$ref":
                 self._references[place] = _target(value, place)
         elif key != "uniqueItems" or value is not False:
