@@ -20,6 +20,8 @@ from ..configs.sampling import SamplingParams
 
 MAX_CACHED = 64
 """Grammars that stay compiled: clients repeat theirs."""
+NO_WAY_ON = "no text fits here; a rule or a $ref may lead to nothing but itself"
+"""What the library calls NoExtensionBias."""
 
 
 class GrammarError(Exception):
@@ -183,4 +185,5 @@ def reason_of(error: object) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # Of a faulty regular expression it shows the whole first, and what is wrong last.
     causes = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return ([*causes, *lines, "unknown error"])[0][:200]
+    reason = ([*causes, *lines, "unknown error"])[0][:200]
+    return NO_WAY_ON if reason == "NoExtensionBias" else reason

@@ -68,6 +68,8 @@ def _prompts(value: Any) -> list[Any]:
             return value
         if kinds == {list} and all(ids and set(map(type, ids)) == {int} for ids in value):
             return value
+    if isinstance(value, list) and (not value or [] in value):
+        raise wrong("an empty list holds no tokens")
     raise wrong("must be a string, a list of token ids, or a list of strings or of lists of ids")
 
 

@@ -51,6 +51,12 @@ def matcher(grammar: str, **fields):
     return small_compiler().compile(grammar, params(**fields))
 
 
+def test_a_rule_that_leads_only_to_itself_is_told_in_words():
+    m = matcher("start: start")
+    m.mask()
+    assert m.error is not None and m.error.endswith("a $ref may lead to nothing but itself")
+
+
 def test_a_grammar_that_is_satisfied_may_end_and_one_that_admits_no_more_is_complete():
     m = matcher('start: "ab" "c"?')
     m.accept(ids_of("ab"))

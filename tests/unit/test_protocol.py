@@ -165,6 +165,11 @@ def test_api_13_prompts_of_no_known_form(value):
     assert refusal(completion, prompt=value).param == "prompt"
 
 
+@pytest.mark.parametrize("value", [[], [[]], [[], [1]]])
+def test_a_prompt_without_ids_is_told_as_that(value):
+    assert "holds no tokens" in refusal(completion, prompt=value).message
+
+
 def test_prompts_of_every_form():
     for value, prompts in (
         ("", [""]), ("a", ["a"]), ([1, 2], [[1, 2]]), (["a", "b"], ["a", "b"]),
