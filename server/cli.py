@@ -114,12 +114,13 @@ def _run(arguments: list[str]) -> int:
     if parsed.command in ("generate", "verify"):
         check_settings(parsed)
     config = _with_checkpoint(read_settings(parsed))
+    if parsed.command == "serve":
+        return _serve(config)
+    if unused := unused_settings(parsed.command, config):
+        print(f"minidsa: {parsed.command} does not use {', '.join(unused)}", file=sys.stderr)
     if parsed.command in ("generate", "verify"):
-        if unused := unused_settings(parsed.command, config):
-            names = ", ".join(unused)
-            print(f"minidsa: {parsed.command} does not use {names}", file=sys.stderr)
         return (run_generate if parsed.command == "generate" else run_verify)(parsed, config)
-    return _serve(config) if parsed.command == "serve" else _plan(config, parsed.gpu, parsed.tp)
+    return _plan(config, parsed.gpu, parsed.tp)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -55,7 +55,8 @@ _SERVED = (
 )
 # `verify` runs its engine in the process that compares, so nobody watches over its progress.
 _WATCHED = ("engine.hang_timeout", "engine.load_timeout", "engine.warm_up_timeout", "engine.seed")
-_UNUSED = (("generate", _SERVED), ("verify", (*_SERVED, *_WATCHED)))
+# `plan` takes the command line of `serve` as it is, and counts what its engine would hold.
+_UNUSED = (("generate", _SERVED), ("verify", (*_SERVED, *_WATCHED)), ("plan", ()))
 DEFAULT_MAX_TOKENS = 128
 INTERRUPTED = 130
 
@@ -96,10 +97,10 @@ def check_settings(parsed: argparse.Namespace) -> None:
 
 
 def unused_settings(command: str, config: ServerConfig) -> list[str]:
-    """Settings of a file that ask for something and that this command does not obey.
+    """Settings that ask for something and that this command does not obey.
 
-    Files are shared with `serve`, so those are named and not refused. A key comes from the
-    environment as well, which is no mistake.
+    Files, and flags of `plan`, are shared with `serve`, so those are named and not refused. A key
+    comes from the environment as well, which is no mistake.
     """
     given, default = (dict(_leaves(dataclasses.asdict(c))) for c in (config, ServerConfig()))
     return [

@@ -208,6 +208,10 @@ def test_plan_prints_what_a_checkpoint_takes(capsys, tmp_path):
     code, out, err = run(capsys, "plan", str(tmp_path), "--gpu", "h200", "--max-num-seqs", "8")
     assert (code, err) == (0, "")
     assert out.startswith("memory: ") and "8 requests run at once" in out
+    code, same, err = run(
+        capsys, "plan", str(tmp_path), "--gpu", "h200", "--max-num-seqs", "8", "--port", "9"
+    )
+    assert (code, same, err) == (0, out, "minidsa: plan does not use port\n")
     for arguments, expected in (
         (["--gpu", "rtx4090"], (1, "does not fit")),
         (["--gpu", "none"], (2, "there are: ")),
@@ -248,6 +252,7 @@ def test_a_file_of_a_server_is_read_by_other_commands_which_name_what_they_do_no
     both = ["port", "limits.max_sequences", "engine.scheduler.policy"]
     assert sorted(unused_settings("generate", config)) == sorted(both)
     assert sorted(unused_settings("verify", config)) == sorted([*both, "engine.hang_timeout"])
+    assert sorted(unused_settings("plan", config)) == ["limits.max_sequences", "port"]
 
 
 def test_the_file_s_unused_settings_are_said_on_stderr(tmp_path, capsys):
