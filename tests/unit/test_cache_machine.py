@@ -111,6 +111,8 @@ class CacheMachine(RuleBasedStateMachine):
         if fails:
             self.cache.discard(ours)
             self.model.discard(theirs)
+            # A step, failed or not, writes behind the copies that were noted before it.
+            self.cache.settle()
             for page in own:
                 self.canaries.poison(page)
         else:
