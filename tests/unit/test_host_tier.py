@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from canaries import Canaries
 from checkpoints import t_cpu
+from minidsa.kv_cache.cache import KvCache
 from minidsa.kv_cache.host_tier import HostTier
 from minidsa.kv_cache.layout import RowLayout
 from minidsa.kv_cache.storage import CacheStorage
@@ -91,6 +93,39 @@ def test_a_budget_below_a_page_is_refused():
 def prompt(length: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(80, 512, (length,), generator=generator).tolist()
+
+
+def test_sch_18_an_abort_before_its_copies_frees_each_page_once_and_moves_no_foreign_row():
+    canaries = Canaries(2, 3)
+    cache = KvCache(2, 3, tier=canaries.tier(2))
+
+    def admit(first):
+        """Four tokens: a page that is shared when it is full, and one for the last token."""
+        tokens = range(first, first + 4)
+        table = cache.new_table(())
+        cached = cache.admit(table, lambda a, b: tokens[a:b], 4, 0)
+        return table, cached, canaries.rows_of("all", tokens), lambda a, b: tokens[a:b]
+
+    table, _, wanted, tokens = admit(10)
+    cache.settle()
+    canaries.write(table.pages, 0, wanted)
+    cache.publish(table, tokens, 4)
+    cache.release(table)
+    for _ in range(3):
+        other, cached, _, _ = admit(20)  # takes both pages: the first prompt's rows go to the host
+        assert cached == 0
+        cache.release(other)  # aborted while that copy is only noted
+        table, cached, wanted, _ = admit(10)  # and come back
+        assert cached == 3
+        cache.check([table])
+        cache.release(table)  # aborted while the load is only noted
+        cache.check([])
+        assert cache.num_available == 2
+    table, cached, wanted, _ = admit(10)
+    cache.settle()
+    canaries.check(table.pages, cached, wanted)
+    cache.release(table)
+    assert cache.num_loads == 3 and cache.num_available == 2
 
 
 @pytest.mark.parametrize("preempt_every", [0, 4])

@@ -95,3 +95,24 @@ def test_no_mutable_state_at_module_level(path):
             value = node.value
             mutable = isinstance(value, ast.List | ast.Set | ast.ListComp | ast.SetComp)
             assert not mutable, f"line {node.lineno}: use a tuple or a frozenset"
+
+
+# Where a moment is told to people: creation times, log lines, traces, names of files.
+STAMPS = {
+    "server/cli.py",
+    "server/tracing.py",
+    "server/service.py",
+    "server/chat_answer.py",
+    "server/chat_template.py",
+    "server/completion_answer.py",
+    "server/responses_api/answer.py",
+    "scheduler/profiling.py",
+}
+WALL_CLOCK = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today"}
+
+
+@each_source
+def test_ops_15_only_stamps_read_the_wall_clock(path):
+    """Waiting times and deadlines do not move when somebody sets the clock."""
+    read = {ast.unparse(node) for node in ast.walk(ast.parse(path.read_text()))} & WALL_CLOCK
+    assert not read or str(path.relative_to(ROOT)) in STAMPS
