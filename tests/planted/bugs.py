@@ -30,8 +30,8 @@ BUGS = (
         "last-token-shared",
         "the last token of a prompt is taken from the cache too, so nothing is left to compute",
         "kv_cache/cache.py",
-        "        full = (num_tokens - 1) // self.page_size\n",
-        "        full = num_tokens // self.page_size\n",
+        "(num_tokens - 1) // self.page_size) if reads",
+        "num_tokens // self.page_size) if reads",
     ),
     Bug(
         "partial-page-published",
@@ -79,8 +79,8 @@ BUGS = (
         "copies-not-awaited",
         "a step is computed before the rows that were found on the host are there",
         "scheduler/scheduler.py",
-        "        self.cache.settle()\n        return step\n",
-        "        return step\n",
+        "        step = self._planner.plan()\n        self.cache.settle()\n",
+        "        step = self._planner.plan()\n",
     ),
     Bug(
         "copies-out-of-order",
@@ -150,8 +150,8 @@ BUGS = (
         "found-pages-counted-twice",
         "idle pages that a newcomer will use itself count as room for its other tokens",
         "kv_cache/cache.py",
-        "self.num_available - self.prefix.count_idle(found):",
-        "self.num_available:",
+        "<= self.num_available - self.prefix.count_idle(found)",
+        "<= self.num_available",
     ),
     Bug(
         "newcomer-goes-first",
