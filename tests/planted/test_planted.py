@@ -58,7 +58,9 @@ def run_suite(tree: Path) -> subprocess.CompletedProcess[str]:
 
 def plant(tree: Path, bug: Bug) -> None:
     path = tree / "minidsa" / bug.file
-    path.write_text(path.read_text().replace(bug.right, bug.wrong))
+    text = path.read_text()
+    assert text.count(bug.right) == 1, f"{bug.name} does not fit {bug.file} any more"
+    path.write_text(text.replace(bug.right, bug.wrong))
 
 
 @pytest.mark.deep
