@@ -18,13 +18,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..configs.engine import EngineConfig
 from ..configs.setting_error import SettingError
 from ..model.planning import plan_lines
 from .channel import ApiLink
 from .messages import Command, Event, Loaded, Ready, Shutdown
-from .worker import CheckedStart, serve
+
+if TYPE_CHECKING:
+    from .worker import CheckedStart
 
 # After the engine's death its last words may still be on the way.
 LAST_WORDS_SECONDS = 0.1
@@ -239,10 +242,12 @@ def _start_without_signals(process: SpawnProcess) -> None:
 
 
 def _serve(directory: str, config: EngineConfig) -> None:
+    from .worker import serve  # noqa: PLC0415 - the engine's parts belong to the child alone
+
     serve(directory, config, _check)
 
 
-def _check(config: EngineConfig) -> CheckedStart:
+def _check(config: EngineConfig) -> "CheckedStart":
     # Inside the engine's own time limit: even the import can hang, on a file system that is gone.
     from ..model.loading import check_start  # noqa: PLC0415 - torch belongs to the child alone
 

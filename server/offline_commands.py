@@ -17,7 +17,6 @@ from .engine_client import StartFailed
 from .errors import ApiError
 from .flag_table import GENERATE_GROUPS, VERIFY_GROUPS, Group
 from .flags import UsageError, add_flags
-from .generate_command import generate
 from .tokenizer_files import read_settings
 
 _SAMPLING = (
@@ -124,6 +123,8 @@ def _is_obeyed(path: str, command: str) -> bool:
 
 def run_generate(parsed: argparse.Namespace, config: ServerConfig) -> int:
     """Write the text behind a prompt to stdout. Raises UsageError, StartFailed."""
+    from .generate_command import generate  # noqa: PLC0415 - heavy: only this command needs it
+
     prompt = _prompt(parsed)
     given = {name[2:].replace("-", "_") for name, _ in _SAMPLING}
     fields: dict[str, Any] = {name: vars(parsed)[name] for name in sorted(given)}

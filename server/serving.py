@@ -84,11 +84,12 @@ class _Listener(uvicorn.Server):
 
 
 class Serving:
-    """One run of a server; `run` returns the exit code."""
+    """One run of a server over an engine that was started; `run` returns the exit code."""
 
-    def __init__(self, config: ServerConfig, say: Say) -> None:
+    def __init__(self, config: ServerConfig, say: Say, engine: EngineProcess) -> None:
         self._config = config
         self._say = say
+        self._engine = engine
         self._signals: asyncio.Queue[int] = asyncio.Queue()
         self._stages = StartStages()
 
@@ -101,23 +102,21 @@ class Serving:
             keyring = read_keyring(config.api_key, config.api_key_file)
             tracing = connect_tracing(config.otlp_traces_endpoint)
         with bind(config.host, config.port) as sock, self._watching_signals():
-            engine = EngineProcess.start(config.engine)
-            try:
-                client = EngineClient(engine, config.heartbeat_seconds, config.engine.hang_timeout)
-                service = await self._until_signal(self._load(client, files, keyring))
-                if service is None:
-                    self._say("stopped before the model was loaded")
-                    return 1
-                listen(sock)
-                code = await self._serve(dataclasses.replace(service, tracing=tracing), sock)
-                if tracing is not None:
-                    await asyncio.to_thread(tracing.close)
-                await service.trials.close()
-                await client.stop()
-                await engine.stop(timeout=LEAVING_SECONDS)
-                return code
-            finally:
-                engine.close()
+            client = EngineClient(
+                self._engine, config.heartbeat_seconds, config.engine.hang_timeout
+            )
+            service = await self._until_signal(self._load(client, files, keyring))
+            if service is None:
+                self._say("stopped before the model was loaded")
+                return 1
+            listen(sock)
+            code = await self._serve(dataclasses.replace(service, tracing=tracing), sock)
+            if tracing is not None:
+                await asyncio.to_thread(tracing.close)
+            await service.trials.close()
+            await client.stop()
+            await self._engine.stop(timeout=LEAVING_SECONDS)
+            return code
 
     async def _load(
         self, client: EngineClient, files: TextFiles, keyring: Keyring | None

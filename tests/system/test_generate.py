@@ -7,7 +7,8 @@ import pytest
 from minidsa.configs.engine import EngineConfig
 from minidsa.configs.sampling import SamplingParams
 from minidsa.scheduler.offline import OfflineEngine
-from minidsa.server.cli import EMBEDDED, main
+from minidsa.server.cli import main
+from minidsa.server.commands import EMBEDDED
 from minidsa.server.tokenizer import Tokenizer
 
 QUESTION = "What is the capital of Norway?"

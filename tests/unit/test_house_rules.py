@@ -99,7 +99,7 @@ def test_no_mutable_state_at_module_level(path):
 
 # Where a moment is told to people: creation times, log lines, traces, names of files.
 STAMPS = {
-    "server/cli.py",
+    "server/commands.py",
     "server/tracing.py",
     "server/service.py",
     "server/chat_answer.py",

@@ -9,7 +9,8 @@ from minidsa.configs.engine import EngineConfig
 from minidsa.configs.logprobs import TokenLogprobs
 from minidsa.configs.setting_error import SettingError
 from minidsa.scheduler.verify import Measure, Texts, measures, verify
-from minidsa.server.cli import EMBEDDED, main
+from minidsa.server.cli import main
+from minidsa.server.commands import EMBEDDED
 
 
 def scores_of(logprobs_TV: torch.Tensor, token_ids: list[int]) -> list[TokenLogprobs]:
