@@ -24,6 +24,9 @@ hypothesis.settings.load_profile("patient")
 if not torch.cuda.is_available():
     # Read by triton when a kernel is defined, so before any is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    from interpreter import quicken
+
+    quicken()
 
 
 @pytest.fixture
