@@ -7,37 +7,52 @@ import os
 import shutil
 from pathlib import Path
 
-import hypothesis
 import pytest
-import torch
 
-from checkpoints import T_CPU, t_cpu, tensors_of
-from minidsa.model import make_checkpoint
 
-torch.set_num_threads(1)
-# A slow machine is no finding.
-hypothesis.settings.register_profile("patient", deadline=None)
-hypothesis.settings.register_profile(
-    "unshrunk", deadline=None, phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate]
-)
-hypothesis.settings.load_profile("patient")
-if not torch.cuda.is_available():
-    # Read by triton when a kernel is defined, so before any is imported.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-    from interpreter import quicken
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare a process that runs tests.
 
-    quicken()
+    The one that hands them out to pytest-xdist's workers starts these before long: it imports
+    nothing of what they need.
+    """
+    if config.getoption("numprocesses", None) is None or hasattr(config, "workerinput"):
+        _prepare()
+
+
+def _prepare() -> None:
+    import hypothesis
+    import torch
+
+    torch.set_num_threads(1)
+    # A slow machine is no finding.
+    hypothesis.settings.register_profile("patient", deadline=None)
+    hypothesis.settings.register_profile(
+        "unshrunk", deadline=None, phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate]
+    )
+    hypothesis.settings.load_profile("patient")
+    if not torch.cuda.is_available():
+        # Read by triton when a kernel is defined, so before any is imported.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+        from interpreter import quicken
+
+        quicken()
 
 
 @pytest.fixture
 def single(tmp_path):
     """A private copy of T_CPU in one file."""
+    from checkpoints import t_cpu
+
     return Path(shutil.copytree(t_cpu(), tmp_path / "single"))
 
 
 @pytest.fixture
 def sharded(tmp_path, monkeypatch):
     """T_CPU in several files and an index."""
+    from checkpoints import T_CPU, tensors_of
+    from minidsa.model import make_checkpoint
+
     monkeypatch.setattr(make_checkpoint, "SHARD_BYTES", 400_000)
     make_checkpoint.write_checkpoint(tmp_path / "sharded", dict(T_CPU), tensors_of(T_CPU))
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 3

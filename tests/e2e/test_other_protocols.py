@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import anthropic
-
 HI: list[Any] = [{"role": "user", "content": "Hello there"}]
 GREEDY = {"extra_body": {"temperature": 0}}
 
 
 def test_api_98_a_message_streamed_and_whole(server):
+    import anthropic
+
     with anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0) as client:
         fields: dict[str, Any] = {"model": "random", "messages": HI, "max_tokens": 24} | GREEDY
         whole = client.messages.create(**fields)

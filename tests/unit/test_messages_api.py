@@ -2,9 +2,8 @@
 
 import asyncio
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx2
 import msgspec
 import pytest
@@ -12,6 +11,9 @@ import pytest
 from patience import until
 from scripted_engine import EOS, INFO, Bed, server_config, serving
 from written_answers import CALL, write
+
+if TYPE_CHECKING:  # a second to import, which only the process that runs these tests needs
+    import anthropic
 
 PATH = "/v1/messages"
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -26,15 +28,17 @@ TOOLS: list[Any] = [
 THINK: Any = {"type": "enabled", "budget_tokens": 1024}
 
 
-def official(bed: Bed, key: str = "x") -> anthropic.AsyncAnthropic:
+def official(bed: Bed, key: str = "x") -> "anthropic.AsyncAnthropic":
     """The official client over the bed's application; it reads a stream once that has ended."""
+    import anthropic
+
     http = httpx2.AsyncClient(transport=httpx2.ASGITransport(bed.app))
     return anthropic.AsyncAnthropic(
         base_url="http://test", api_key=key, max_retries=0, http_client=http
     )
 
 
-async def ask(bed: Bed, **fields: Any) -> anthropic.types.Message:
+async def ask(bed: Bed, **fields: Any) -> "anthropic.types.Message":
     """The answer, which is the same streamed and whole but for its id."""
     body = {"model": "tiny", "max_tokens": 200, "messages": HI} | fields
     whole = await official(bed).messages.create(**body)
@@ -234,6 +238,8 @@ async def test_api_99_mistakes_are_told_in_this_api_s_shape(fields, text):
 
 
 async def test_every_status_has_this_api_s_shape():
+    import anthropic
+
     config = server_config(api_key="secret")
     async with serving(config=config, ready=False) as bed:
         with pytest.raises(anthropic.AuthenticationError) as caught:
@@ -252,12 +258,14 @@ async def test_every_status_has_this_api_s_shape():
             assert (response.status_code, response.json()["type"]) == (status, "error")
 
 
-async def stream(bed: Bed) -> anthropic.types.Message:
+async def stream(bed: Bed) -> "anthropic.types.Message":
     async with official(bed).messages.stream(model="", max_tokens=200, messages=HI) as stream:
         return await stream.get_final_message()
 
 
 async def test_a_failure_behind_the_first_byte_is_an_error_event():
+    import anthropic
+
     async with serving(lambda submit: [120] * 1000, pace=0.002) as bed:
         streaming = asyncio.create_task(stream(bed))
         await until(lambda: bed.engine.num_running)

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 
 import oracle
@@ -71,6 +70,8 @@ class Pair:
 @functools.cache
 def pair(name: str) -> Pair:
     """Let transformers write a random checkpoint, and load it."""
+    import transformers
+
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     fields = {k: v for k, v in T_CPU.items() if k not in {"rope_theta", "torch_dtype"}} | CASES[
@@ -255,10 +256,12 @@ def test_bf16_follows_fp32():
 
 def test_a_head_that_differs_from_its_embedding_is_used_on_both_sides():
     """config.json says that it is tied; the file says otherwise, and the file counts."""
+    from transformers import DeepseekV3ForCausalLM
+
     folder = new_folder()
     shutil.copytree(pair("v3").folder, folder, dirs_exist_ok=True)
     edit_json(folder, "config.json", lambda config: config.update(tie_word_embeddings=True))
-    reference = transformers.DeepseekV3ForCausalLM.from_pretrained(folder)
+    reference = DeepseekV3ForCausalLM.from_pretrained(folder)
     model = load_model(folder, read_config(folder), torch.float32, torch.device("cpu"))
     assert torch.equal(model.head.linear.weight_ED, reference.lm_head.weight)
     assert not torch.equal(reference.lm_head.weight, reference.model.embed_tokens.weight)
