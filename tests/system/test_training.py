@@ -214,7 +214,16 @@ def test_smoke_training_goes_from_data_to_gates(tmp_path):
     assert export.load(tmp_path).config.vocab_size == 1024
 
 
-@pytest.mark.slow
+@pytest.fixture
+def main(monkeypatch):
+    """The command in this process, without its settings of the process that other tests share."""
+    from training import __main__ as command
+
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _precision: None)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    return command.main
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -222,32 +231,31 @@ def test_smoke_training_goes_from_data_to_gates(tmp_path):
         (("--extra-licence", "gpl-3.0"), "use one of public-domain"),
     ],
 )
-def test_bad_extra_text_is_one_line_that_says_what_to_do(tmp_path, arguments, says):
-    done = run_training("--out", str(tmp_path), "--extra-text", str(tmp_path), *arguments)
-    assert done.returncode == 2
-    assert says in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_bad_extra_text_is_one_line_that_says_what_to_do(tmp_path, arguments, says, main, capsys):
+    folder = str(tmp_path)
+    assert main(["--device", "cpu", "--out", folder, "--extra-text", folder, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
 
 
-@pytest.mark.slow
-def test_a_folder_without_weights_is_one_line_that_says_what_to_do(tmp_path):
+def test_a_folder_without_weights_is_one_line_that_says_what_to_do(tmp_path, main, capsys):
     (tmp_path / "config.json").write_bytes((SHIPPED / "config.json").read_bytes())
-    done = run_training("--out", str(tmp_path / "out"), "--resume", str(tmp_path))
-    assert done.returncode == 2
-    assert "model.safetensors.index.json is missing" in done.stderr
-    assert done.stderr.count("\n") == 1
+    out = str(tmp_path / "out")
+    assert main(["--device", "cpu", "--out", out, "--resume", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "model.safetensors.index.json is missing" in error
+    assert error.count("\n") == 1
 
 
-def test_running_out_of_gpu_memory_is_one_line_that_says_what_to_do(tmp_path, monkeypatch, capsys):
+def test_running_out_of_gpu_memory_is_one_line_that_says_what_to_do(
+    tmp_path, main, monkeypatch, capsys
+):
     from training import __main__ as command
 
     def too_large(_args):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(command, "train", too_large)
-    # Settings of the process that the other tests share.
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _precision: None)
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    status = command.main(["--out", str(tmp_path), "--batch-tokens", "65536"])
-    assert status == 2
+    assert main(["--out", str(tmp_path), "--batch-tokens", "65536"]) == 2
     assert capsys.readouterr().err == "error: out of GPU memory; try --batch-tokens 32768\n"
