@@ -4,6 +4,8 @@ Handlers get the request and return a response; bodies are read by `bodies.py` a
 models of `protocol.py`, so FastAPI routes and describes, but does not parse.
 """
 
+import asyncio
+import functools
 import logging
 
 from fastapi import FastAPI, Request, Response
@@ -43,10 +45,11 @@ def create_app(service: Service) -> ASGIApp:
     if service.config.engine.profile_dir is not None:
         app.include_router(profile_routes(service))
     app.include_router(page_routes())
-    description = describe_api(app)
+    # Most servers are never asked for it, and it takes longer to make than all of the rest.
+    description = functools.cache(functools.partial(describe_api, app))
 
     async def openapi() -> Response:
-        return Response(description, media_type="application/json")
+        return Response(await asyncio.to_thread(description), media_type="application/json")
 
     app.add_api_route("/openapi.json", openapi, methods=["GET"], include_in_schema=False)
     app.add_exception_handler(ApiError, _api_error)
