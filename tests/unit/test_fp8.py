@@ -157,20 +157,25 @@ def test_weights_that_stay_in_fp8_are_those_of_the_file():
     assert kept > 50
 
 
-def test_a_model_with_fp8_products_says_what_the_dequantised_one_says():
-    """The products are interpreted; half of the difference is the interpreter's own rounding."""
-    checkpoint = check_checkpoint(t_wide(), read_config(t_wide()))
+def test_a_model_with_fp8_products_says_what_the_dequantised_one_says(tmp_path):
+    """The products are interpreted; half of the difference is the interpreter's own rounding.
+
+    A layer of each kind: without experts and with them.
+    """
+    config = dict(T_WIDE) | {"num_hidden_layers": 2, "num_nextn_predict_layers": 0}
+    write_checkpoint(tmp_path, config, tensors_of(config))
+    checkpoint = check_checkpoint(tmp_path, read_config(tmp_path))
     models = [
         load_weights(checkpoint, torch.float16, CPU, keeps_fp8=keeps) for keeps in (False, True)
     ]
-    ids = list(range(20, 60))
+    ids = list(range(20, 44))
     logits = []
     for model in models:
         storage = new_storage(model, 8, 16)
         backend = DsaBackend(TorchDenseBackend(storage), storage, 2048)
         logits.append(Stepper(model, backend, storage).prefill("a", ids, 16).float())
     plain, kept = logits
-    assert float((plain - kept).norm() / plain.norm()) < 0.3
+    assert float((plain - kept).norm() / plain.norm()) < 0.2
 
 
 @pytest.mark.parametrize("name", ["o_proj", "experts.3.up_proj", "q_a_proj"])
