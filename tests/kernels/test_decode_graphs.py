@@ -73,10 +73,12 @@ class Bed:
         each = (PAGES - 1) // len(lengths)
         self.pages = [order[i * each : (i + 1) * each] for i in range(len(lengths))]
         self.lengths = list(lengths)
-        # Prompts are no steps that are replayed: their rows come from torch, since kernels
-        # are slow where they are interpreted, and both caches begin with the same ones.
+        # Prompts are no steps that are replayed: both caches begin with the same rows, and where
+        # kernels are interpreted, slowly, these come from torch.
         first, second = self.storages
-        prompts = DsaBackend(TorchDenseBackend(first), first, topk)
+        prompts = self.backends[0]
+        if not HAS_GPU:
+            prompts = DsaBackend(TorchDenseBackend(first), first, topk)
         for length, pages in zip(lengths, self.pages, strict=True):
             ids = [(7 * i + length) % 500 for i in range(length)]
             self._eager(prompts, first, ids, [Span(0, length, pages)], 1)

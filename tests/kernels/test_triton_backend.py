@@ -210,7 +210,8 @@ def test_a_selecting_plan_is_refreshed_in_place():
     model = load_model(directory, read_config(directory), torch.float32, DEVICE)
     storage = new_storage(model, 20, 16)
     backend = DsaBackend(TritonDenseBackend(storage), storage, 16)
-    stepper = Stepper(model, backend, storage)
+    # Prompts come from torch: only the decodes are about kernels.
+    stepper = Stepper(model, DsaBackend(TorchDenseBackend(storage), storage, 16), storage)
     for name in ("a", "b"):
         stepper.prefill(name, list(range(3, 24)), 21)
     batch = stepper.batch([("a", [5]), ("b", [6])], 0)
