@@ -42,8 +42,10 @@ from minidsa.model.config import parse_config
 from minidsa.model.decode_graphs import CudaCapture, DecodeGraphs
 from minidsa.model.deepseek import DeepseekModel
 from minidsa.model.dummy_weights import random_model
+from minidsa.model.layer_graphs import LayerGraphs
 from minidsa.model.runner import ModelRunner
 from minidsa.model.sequence import SampleInput, SequenceInput
+from minidsa.model.step_memory import LARGEST_CHUNK
 
 DEVICE = torch.device("cuda")
 PAGE = 64
@@ -104,7 +106,8 @@ class Slice:
         self.backend = choice.build(self.storage, 2048)
         self.capture = TimedCapture()
         graphs = DecodeGraphs(model, self.backend, self.storage, self.capture)
-        self.replaying = ModelRunner(model, self.backend, self.storage, graphs)
+        layers = LayerGraphs(model, self.backend, self.storage, LARGEST_CHUNK, CudaCapture())
+        self.replaying = ModelRunner(model, self.backend, self.storage, graphs, layers)
         self.eager = ModelRunner(model, self.backend, self.storage)
         self.vocab_size = model.config.vocab_size
 
@@ -177,7 +180,7 @@ class Slice:
         return median(b - a for a, b in pairwise(ends[2:])) * 1e3
 
     def mixed_ms(self, pages: list[list[int]], length: int, chunk: int, steps: int = 12) -> float:
-        """Median of eager steps of one decode a request and so many tokens of a prompt.
+        """Median of steps of one decode a request and so many tokens of a prompt.
 
         The chunk is the beginning of a prompt and is written to the pages of the last request.
         """
@@ -188,7 +191,7 @@ class Slice:
             inputs = [SequenceInput(ids, 0, own, None), *self._inputs(decoding, length)]
             torch.cuda.synchronize()
             began = time.perf_counter()
-            self.eager.run(inputs, 1)
+            self.replaying.run(inputs, 1)
             torch.cuda.synchronize()
             times.append(time.perf_counter() - began)
         return median(times[2:]) * 1e3

@@ -5,8 +5,8 @@
 The model and the requests are those of `benchmarks/slice.py`, rows in fp8. Every step is timed with
 the model's own attention (dense up to 2048 tokens, the 2048 best keys above) and with dense
 attention over the same rows, both replayed as graphs: where the second gets slower, sparse
-attention begins to win. A mixed step computes a chunk of a prompt beside 64 decodes, eagerly, which
-is how long those wait for their next token.
+attention begins to win. A mixed step computes a chunk of a prompt beside 64 decodes, which is how
+long those wait for their next token.
 """
 
 import argparse

@@ -14,7 +14,7 @@ from .config import ModelConfig
 from .layers.decoder import DecoderLayer
 from .layers.embedding import Embedding, Head
 from .layers.linear import Allocator
-from .layers.mla import Step
+from .layers.mla import Rows, Step
 from .layers.moe import Moe
 from .layers.mtp import MtpLayer
 from .layers.norm import RmsNorm
@@ -106,7 +106,7 @@ class DeepseekModel:
     ) -> None:
         """Write the rows that `guess` would, without its results."""
         step = self._step(plan, backend, storage)
-        self._mtp().write(self.embedding(next_ids_T), hidden_TD, step)
+        self._mtp().write(self.embedding(next_ids_T), hidden_TD, step.rows)
 
     def _mtp(self) -> MtpLayer:
         if self.mtp is None:
@@ -123,4 +123,5 @@ class DeepseekModel:
 
     def _step(self, plan: Plan, backend: AttentionBackend, storage: CacheStorage) -> Step:
         angles_TR = self.angles_PR.index_select(0, plan.batch.positions_T)
-        return Step(plan, backend, storage, angles_TR)
+        rows = Rows(storage, plan.batch.slots_T, angles_TR, plan.selects)
+        return Step(plan, backend, rows)

@@ -26,9 +26,10 @@ from ..kv_cache.host_tier import HostTier
 from ..kv_cache.storage import CacheStorage
 from .checkpoint import read_config
 from .config import ModelConfig
-from .decode_graphs import DecodeGraphs
+from .decode_graphs import CudaCapture, DecodeGraphs
 from .deepseek import DeepseekModel
 from .dummy_weights import dummy_checkpoint, random_model
+from .layer_graphs import LayerGraphs
 from .layers.fp8 import multiplies_fp8
 from .loader import CheckedCheckpoint, check_checkpoint, has_mtp_layer, load_weights
 from .memory_plan import MemoryPlan, cache_layout, plan_memory
@@ -206,11 +207,14 @@ def _assemble(
         mtp_layer=mtp_layer,
         index_topk=None if indexer is None else indexer.topk,
     )
-    graphs = None
+    graphs = layer_graphs = None
     if backend.replayable and not config.enforce_eager:
-        graphs = DecodeGraphs(model, backend, storage)
+        capture, context = CudaCapture(), (model, backend, storage)
+        graphs = DecodeGraphs(*context, capture)
+        layer_graphs = LayerGraphs(*context, info.max_num_batched_tokens, capture)
         notes.append("decode steps are replayed as CUDA graphs, captured as shapes come up")
-    return LoadedEngine(ModelRunner(model, backend, storage, graphs), kv_cache, info)
+    runner = ModelRunner(model, backend, storage, graphs, layer_graphs)
+    return LoadedEngine(runner, kv_cache, info)
 
 
 def _drafter(config: EngineConfig) -> Literal["none", "mtp", "ngram"]:

@@ -85,7 +85,7 @@ class MemoryPlan:
             f"{self.index_bytes_per_token} bytes of index rows",
             f"  a step of {step} tokens: activations {shown_bytes(self.activations)}, attention's "
             f"workspace {shown_bytes(self.workspace)}, logits {shown_bytes(self.logits)}; graphs "
-            f"of decode steps {shown_bytes(self.graphs)}",
+            f"{shown_bytes(self.graphs)}",
             f"  longest request {longest} tokens; {self.num_tokens // longest} of that length fit "
             f"at once, {config.scheduler.max_num_seqs} requests run at once",
         ]
@@ -128,7 +128,7 @@ def plan_memory(
     requests, width = config.scheduler.max_num_seqs, 1 + (config.speculative.num_tokens or 0)
     logits = logits_bytes(model, requests * width, item)
     replays = device == "cuda" and not config.enforce_eager
-    graphs = graph_bytes(model, requests, width, item) if replays else 0
+    graphs = graph_bytes(model, requests, width, tokens, item) if replays else 0
     token_bytes = layout.bytes_per_token(item)
     smallest_cache = 2 * (config.cache.page_size or 1) * token_bytes
     workspace = workspace_bytes(model, device)

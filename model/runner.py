@@ -21,6 +21,7 @@ from .decode_graphs import DecodeGraphs
 from .deepseek import DeepseekModel
 from .drafter import MtpDrafter
 from .inputs import Span, attention_batch, to_tensor
+from .layer_graphs import LayerGraphs
 from .logprobs import score_tokens
 from .sampler import choose, sample
 from .sequence import (
@@ -42,7 +43,8 @@ class ModelRunner:
     """A model, its cache memory and the backend that attends over it.
 
     A model with an MTP layer writes that layer's rows too, and proposes what it is asked for.
-    graphs: replays of decode steps; None: every step runs eagerly.
+    graphs: replays of decode steps; layer_graphs: of the layers in other steps. Without them steps
+    run eagerly.
     """
 
     def __init__(
@@ -51,11 +53,13 @@ class ModelRunner:
         backend: AttentionBackend,
         storage: CacheStorage,
         graphs: DecodeGraphs | None = None,
+        layer_graphs: LayerGraphs | None = None,
     ) -> None:
         self.model = model
         self.backend = backend
         self.storage = storage
         self.graphs = graphs
+        self.layer_graphs = layer_graphs
         self.device = storage.latent_LSC.device
         self.drafter = None if model.mtp is None else MtpDrafter(model, backend, storage, graphs)
 
@@ -135,8 +139,7 @@ class ModelRunner:
         if replayed is None:
             plan = self._plan(spans, num_extends)
             ids_T = to_tensor(token_ids, self.device)
-            hidden_TD = self.model.forward(ids_T, plan, self.backend, self.storage)
-            replayed = Replayed(hidden_TD, None)
+            replayed = Replayed(self._forward(ids_T, plan), None)
         hidden_TD = replayed.hidden_TD
         ends = list(accumulate(span.num_tokens for span in spans))
         outputs = [SequenceOutput() for _ in sequences]
@@ -151,6 +154,13 @@ class ModelRunner:
         if self.drafter is not None:
             self.drafter.propose(hidden_TD, plan, sequences, outputs)
         return outputs
+
+    def _forward(self, ids_T: Tensor, plan: Plan) -> Tensor:
+        if self.layer_graphs is not None:
+            hidden_TD = self.layer_graphs.forward(ids_T, plan)
+            if hidden_TD is not None:
+                return hidden_TD
+        return self.model.forward(ids_T, plan, self.backend, self.storage)
 
     def _count(self, spans: Sequence[Span], num_extends: int) -> None:
         if isinstance(self.backend, DsaBackend):

@@ -13,6 +13,10 @@ from .sequence import PROMPT_ROWS_AT_ONCE
 TILE_BYTES = 16 << 20
 # Steps of more requests are not replayed: there the GPU is busy enough for the host to keep ahead.
 LARGEST_REPLAYED = 256
+# Steps with prompt chunks of more tokens run eagerly, for the same reason.
+LARGEST_CHUNK = 2048
+# Numbers of tokens that such steps are padded to, with and without selections.
+MOST_CHUNKS = 10 * 2
 # Launches of a layer, and what a graph keeps of each of them beside tensors.
 LAUNCHES_A_LAYER = 32
 LAUNCH_BYTES = 4 << 10
@@ -42,18 +46,21 @@ def workspace_bytes(config: ModelConfig, device: str) -> int:
     return TILE_BYTES + EXPANDED_BYTES + (SCORES_BYTES if config.indexer else 0)
 
 
-def graph_bytes(config: ModelConfig, requests: int, width: int, item_size: int) -> int:
-    """What the graphs of decode steps keep: `requests` of them at most, with `width` tokens each.
+def graph_bytes(config: ModelConfig, requests: int, width: int, tokens: int, item_size: int) -> int:
+    """What the graphs keep: of decode steps, `requests` with `width` tokens each at most, and of
+    the layers in steps of up to `tokens`.
 
-    All share one pool, as large as the largest step with its logits; each has its own launches,
-    inputs and hidden states.
+    All share one pool, as large as the largest step with its logits; each has its own launches, and
+    a decode's its inputs and hidden states. What goes from layer to layer is there once.
     """
-    rows = min(requests, LARGEST_REPLAYED) * width
+    rows, chunk = min(requests, LARGEST_REPLAYED) * width, min(tokens, LARGEST_CHUNK)
     pool = activation_bytes(config, rows, item_size) + rows * config.vocab_size * item_size
-    own = (
-        LAUNCHES_A_LAYER * config.num_layers * LAUNCH_BYTES + rows * config.hidden_size * item_size
-    )
-    return pool + MOST_SHAPES * own
+    pool = max(pool, activation_bytes(config, chunk, item_size))
+    launches = LAUNCHES_A_LAYER * config.num_layers * LAUNCH_BYTES
+    own = launches + rows * config.hidden_size * item_size
+    heads = config.num_heads * (config.nope_dim + config.rope_dim + config.v_dim)
+    between = chunk * (2 * config.hidden_size + heads + _index_queries(config)) * item_size
+    return pool + MOST_SHAPES * own + MOST_CHUNKS * launches + between
 
 
 def logits_bytes(config: ModelConfig, rows: int, item_size: int) -> int:
@@ -67,12 +74,15 @@ def _attention(config: ModelConfig, ranks: int) -> int:
     """Elements of a token: first projection, queries, both absorbed forms, values, output."""
     heads, latent, rope = config.num_heads // ranks, config.kv_lora_rank, config.rope_dim
     queries = heads * (config.nope_dim + rope)
-    index = 0
-    if config.indexer is not None:
-        index = config.indexer.head_dim * (1 + config.indexer.num_heads)
-    first = (config.q_lora_rank or queries) + latent + rope + index
+    index_key = config.indexer.head_dim if config.indexer else 0
+    first = (config.q_lora_rank or queries) + latent + rope + index_key + _index_queries(config)
     absorbed = heads * (latent + rope) + heads * latent
     return first + queries + absorbed + heads * config.v_dim + config.hidden_size
+
+
+def _index_queries(config: ModelConfig) -> int:
+    """Elements of a token."""
+    return config.indexer.num_heads * config.indexer.head_dim if config.indexer else 0
 
 
 def _experts(moe: MoeConfig, hidden: int, item_size: int, ranks: int) -> int:

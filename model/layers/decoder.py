@@ -2,9 +2,10 @@
 
 from torch import Tensor
 
+from ...attention.base import Query
 from ..config import ModelConfig
 from .linear import Allocator
-from .mla import Mla, Step
+from .mla import Mla, Rows, Step
 from .mlp import Mlp
 from .moe import Moe
 from .norm import RmsNorm
@@ -29,7 +30,16 @@ class DecoderLayer:
 
     def __call__(self, x_TD: Tensor, delta_TD: Tensor | None, step: Step) -> Tensor:
         """What is still to be added to x_TD, which takes delta_TD and the attention in place."""
-        attended_TD = self.attention(self.attention_norm.add(x_TD, delta_TD), step)
+        q = self.queries(x_TD, delta_TD, step.rows)
+        return self.finish(x_TD, step.attend(self.attention.layer, q))
+
+    def queries(self, x_TD: Tensor, delta_TD: Tensor | None, rows: Rows) -> Query:
+        """The first half: what the tokens ask; x_TD takes delta_TD, rows go to the cache."""
+        return self.attention.queries(self.attention_norm.add(x_TD, delta_TD), rows)
+
+    def finish(self, x_TD: Tensor, heads_THV: Tensor) -> Tensor:
+        """The second half, from what the heads found; returns what a call does."""
+        attended_TD = self.attention.out(heads_THV.flatten(1))
         if self.feed_forward.takes_fp8:
             return self.feed_forward(*self.feed_forward_norm.in_fp8(x_TD, attended_TD))
         return self.feed_forward(self.feed_forward_norm.add(x_TD, attended_TD))

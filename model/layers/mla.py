@@ -26,13 +26,40 @@ from .rope import rotate_
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Where the cache rows of T tokens go, and the angles of their positions.
+
+    angles_TR: complex [T, R / 2]. selects: queries need their index part.
+    """
+
+    storage: CacheStorage
+    slots_T: Tensor
+    angles_TR: Tensor
+    selects: bool
+
+
+@dataclass(frozen=True)
 class Step:
-    """What all layers of one step share. angles_TR: complex [T, R / 2]."""
+    """What all layers of one step share."""
 
     plan: Plan
     backend: AttentionBackend
-    storage: CacheStorage
-    angles_TR: Tensor
+    rows: Rows
+
+    def attend(self, layer: MlaLayer, q: Query, out_THV: Tensor | None = None) -> Tensor:
+        """[T, H, V]: prompt chunks first, decodes after, as the batch orders them."""
+        batch, backend, plan = self.plan.batch, self.backend, self.plan
+        border, total = batch.num_extend_tokens, len(q.nope_THN)
+        if not batch.num_decodes:
+            found = (backend.prefill(layer, q, plan),)
+        elif not batch.num_extends:
+            found = (backend.decode(layer, q, plan),)
+        else:
+            extends_THV = backend.prefill(layer, q.rows(0, border), plan)
+            found = (extends_THV, backend.decode(layer, q.rows(border, total), plan))
+        if out_THV is None and len(found) == 1:
+            return found[0]
+        return torch.cat(found, out=out_THV)
 
 
 class Mla:
@@ -115,19 +142,19 @@ class Mla:
         no_keys_HNC = self.kv_b_HXC[:, :0]
         self.layer = replace(layer, scale=1.0, w_uk_HNC=no_keys_HNC, w_uv_HVC=self.kv_b_HXC)
 
-    def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
+    def queries(self, x_TD: Tensor, rows: Rows) -> Query:
+        """What T tokens ask; their cache rows are written."""
         down_TE = self.down(x_TD)
-        self._write_rows(down_TE, step)
-        heads_THV = self._attend(self._query(x_TD, down_TE, step), step)
-        return self.out(heads_THV.flatten(1))
+        self._write_rows(down_TE, rows)
+        return self._query(x_TD, down_TE, rows)
 
-    def write(self, x_TD: Tensor, step: Step) -> None:
+    def write(self, x_TD: Tensor, rows: Rows) -> None:
         """Only the cache rows of T tokens, for a layer whose output nobody reads."""
-        self._write_rows(self.down(x_TD), step)
+        self._write_rows(self.down(x_TD), rows)
 
-    def _write_rows(self, down_TE: Tensor, step: Step) -> None:
-        slots_T = step.plan.batch.slots_T
-        if fuses(step.storage):
+    def _write_rows(self, down_TE: Tensor, rows: Rows) -> None:
+        storage, slots_T = rows.storage, rows.slots_T
+        if fuses(storage):
             index_norm = self.indexer.key_norm if self.indexer else None
             norms = RowNorms(
                 self.kv_norm.weight_D,
@@ -135,43 +162,43 @@ class Mla:
                 LATENT_EPS,
             )
             projected_TE = down_TE[:, self.latent_start :]
-            write_fused(step.storage, self.index, projected_TE, step.angles_TR, slots_T, norms)
+            write_fused(storage, self.index, projected_TE, rows.angles_TR, slots_T, norms)
             return
         latent, rope = self.config.kv_lora_rank, self.config.rope_dim
         row_TX = down_TE.narrow(1, self.latent_start, latent + rope)
         self.kv_norm.norm_(row_TX.narrow(1, 0, latent))
-        rotate_(row_TX.narrow(1, latent, rope), step.angles_TR)
-        step.storage.write_latent(self.index, slots_T, row_TX)
+        rotate_(row_TX.narrow(1, latent, rope), rows.angles_TR)
+        storage.write_latent(self.index, slots_T, row_TX)
         if self.indexer is not None:
             first, width = self.latent_start + latent + rope, self.indexer.indexer.head_dim
-            keys_TD = self.indexer.keys(down_TE.narrow(1, first, width), step.angles_TR)
-            step.storage.write_index(self.index, slots_T, keys_TD)
+            keys_TD = self.indexer.keys(down_TE.narrow(1, first, width), rows.angles_TR)
+            storage.write_index(self.index, slots_T, keys_TD)
 
-    def _query(self, x_TD: Tensor, down_TE: Tensor, step: Step) -> Query:
+    def _query(self, x_TD: Tensor, down_TE: Tensor, rows: Rows) -> Query:
         config = self.config
         q_TE, indexer, index = down_TE.narrow(1, 0, self.latent_start), None, None
         latent_TQ = q_TE
         if self.q_norm is not None and self.up is not None:
             if isinstance(self.up, Fp8Linear):
-                latent_TQ, rows = self.q_norm.in_fp8(q_TE, None)
-                q_TE = self.up.multiply(rows, latent_TQ.dtype)
+                latent_TQ, fp8_rows = self.q_norm.in_fp8(q_TE, None)
+                q_TE = self.up.multiply(fp8_rows, latent_TQ.dtype)
             else:
                 latent_TQ = self.q_norm(q_TE)
                 q_TE = self.up(latent_TQ)
-            indexer = self.indexer if step.plan.selects else None
+            indexer = self.indexer if rows.selects else None
         heads_TE = q_TE.narrow(1, 0, self.query_width) if self._joins_queries else q_TE
         q_THX = heads_TE.view(-1, config.num_heads, self.nope_width + config.rope_dim)
         nope_THN, rope_THR = q_THX.split_with_sizes((self.nope_width, config.rope_dim), 2)
         if rope_THR.is_cuda:
-            return Query(nope_THN, rope_THR, _finish(rope_THR, step, indexer, x_TD, latent_TQ))
-        rotate_(rope_THR, step.angles_TR.unsqueeze(1))
+            return Query(nope_THN, rope_THR, _finish(rope_THR, rows, indexer, x_TD, latent_TQ))
+        rotate_(rope_THR, rows.angles_TR.unsqueeze(1))
         if indexer is not None:
             if self._joins_queries:
                 heads_TE = q_TE.narrow(1, self.query_width, q_TE.shape[1] - self.query_width)
             else:
                 heads_TE = indexer.up(latent_TQ)
             weights_Tn = self._index_weights(indexer, x_TD, down_TE)
-            index = indexer.queries(heads_TE, weights_Tn, step.angles_TR)
+            index = indexer.queries(heads_TE, weights_Tn, rows.angles_TR)
         return Query(nope_THN, rope_THR, index)
 
     def _index_weights(self, indexer: Indexer, x_TD: Tensor, down_TE: Tensor) -> Tensor:
@@ -180,21 +207,9 @@ class Mla:
         end = self.latent_start + self.config.kv_lora_rank + self.config.rope_dim
         return down_TE.narrow(1, end + indexer.indexer.head_dim, indexer.indexer.num_heads)
 
-    def _attend(self, q: Query, step: Step) -> Tensor:
-        """[T, H, V]: prompt chunks first, decodes after, as the batch orders them."""
-        batch, backend, plan = step.plan.batch, step.backend, step.plan
-        if not batch.num_decodes:
-            return backend.prefill(self.layer, q, plan)
-        if not batch.num_extends:
-            return backend.decode(self.layer, q, plan)
-        border, total = batch.num_extend_tokens, len(q.nope_THN)
-        extends_THV = backend.prefill(self.layer, q.rows(0, border), plan)
-        decodes_THV = backend.decode(self.layer, q.rows(border, total), plan)
-        return torch.cat((extends_THV, decodes_THV))
-
 
 def _finish(
-    rope_THR: Tensor, step: Step, indexer: Indexer | None, x_TD: Tensor, latent_TQ: Tensor
+    rope_THR: Tensor, rows: Rows, indexer: Indexer | None, x_TD: Tensor, latent_TQ: Tensor
 ) -> IndexQuery | None:
     """Rotate in place by a kernel, and make the index queries where a part selects."""
     from ..kernels.gate import fp32_product  # noqa: PLC0415 - only where triton is installed
@@ -205,9 +220,9 @@ def _finish(
     )
 
     if indexer is None:
-        rotate_queries(rope_THR, step.angles_TR)
+        rotate_queries(rope_THR, rows.angles_TR)
         return None
     weights_STn = fp32_product(x_TD, indexer.weights_nD)
     q_TnD = indexer.heads(indexer.up(latent_TQ))
     parts = IndexParts(q_TnD, weights_STn, indexer.scale)
-    return IndexQuery(parts.q_TnD, finish_queries(rope_THR, step.angles_TR, parts))
+    return IndexQuery(parts.q_TnD, finish_queries(rope_THR, rows.angles_TR, parts))

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..config import ModelConfig
 from .decoder import DecoderLayer
 from .linear import Allocator
-from .mla import Step
+from .mla import Rows, Step
 from .norm import RmsNorm
 
 
@@ -35,10 +35,10 @@ class MtpLayer:
         x_TD = self._joined(embedded_TD, hidden_TD)
         return self.norm.add(x_TD, self.layer(x_TD, None, step))
 
-    def write(self, embedded_TD: Tensor, hidden_TD: Tensor, step: Step) -> None:
+    def write(self, embedded_TD: Tensor, hidden_TD: Tensor, rows: Rows) -> None:
         """Only the layer's rows in the cache; arguments as for a call."""
         x_TD = self._joined(embedded_TD, hidden_TD)
-        self.layer.attention.write(self.layer.attention_norm(x_TD), step)
+        self.layer.attention.write(self.layer.attention_norm(x_TD), rows)
 
     def _joined(self, embedded_TD: Tensor, hidden_TD: Tensor) -> Tensor:
         normed = self.token_norm(embedded_TD), self.hidden_norm(hidden_TD)
