@@ -25,7 +25,7 @@ from .deepseek import DeepseekModel
 from .layers.mla import Rows, Step
 from .step_memory import LARGEST_CHUNK
 
-SIZES = (32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+SIZES = (32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280)
 
 
 @dataclass
