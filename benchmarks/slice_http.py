@@ -25,8 +25,8 @@ from minidsa.model.small_tokenizer import write_tokenizer
 from minidsa.server.bench_command import Load, bench
 from minidsa.server.http_client import ServerAddress
 
-# Requests at once, words of a prompt (a token or two each), rounds.
-LOADS = ((1, 1500, 3), (16, 4000, 2), (64, 1500, 2))
+# Requests at once, words of a prompt (about three tokens each), rounds.
+LOADS = ((1, 700, 3), (16, 700, 2), (64, 350, 2))
 ANSWER = 128
 # Ids that the small tokenizer makes of text, and those that the model chooses from.
 WORDS, VOCABULARY = 4096, 129280
