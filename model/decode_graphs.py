@@ -3,9 +3,10 @@
 An eager launch costs the host tens of microseconds, and a decode step has dozens a layer: below a
 large batch the GPU would wait for the host. A graph replays the launches of one shape, so steps are
 padded to few shapes: a number of requests, tokens a request, pages that the block table has room
-for, dense or selecting. A graph is captured when its shape first comes up. What changes from step
-to step lies in tensors that keep their place (`captured_step.py`), and in the backend's plan, which
-is refreshed in place. A padding request sees nothing and writes to page 0.
+for, dense or selecting. The usual ones are captured at the start (`prepare`), others when they
+first come up. What changes from step to step lies in tensors that keep their place
+(`captured_step.py`), and in the backend's plan, which is refreshed in place. A padding request sees
+nothing and writes to page 0.
 
 Where all requests are greedy the choice of tokens is a part of the graph; where logits are needed
 they are made from the hidden states behind it. A guess of the MTP layer is a graph of its own, and
@@ -16,7 +17,8 @@ Nothing here decides by data on the device; a step that no graph suits runs eage
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -57,6 +59,25 @@ class DecodeGraphs:
     def shapes(self) -> tuple[Shape, ...]:
         """What is captured, in the order of last use."""
         return tuple(self._captured)
+
+    def prepare(self, requests: int, width: int, lengths: Sequence[int]) -> Iterator[str]:
+        """Capture what so many requests need, `width` tokens each, when they have these lengths.
+
+        Says what comes next. Other lengths are captured as they come up; their kernels are then
+        compiled, which takes longest.
+        """
+        sizes = SIZES[: 1 + bisect_left(SIZES, min(requests, LARGEST_REPLAYED))]
+        for size, length in product(sizes, (n for n in lengths if n >= width)):
+            pages = -(-length // self._storage.page_size)
+            # Page 0 takes all of it, and whatever is there may be attended to.
+            spans = [Span(length - width, width, [0] * pages)] * size
+            yield f"{size} requests of {width} tokens"
+            self.forward([0] * (size * width), spans, greedy=True)
+            if self._model.mtp is not None:
+                like = self._storage.latent_LSC
+                shape = size * width, self._model.config.hidden_size
+                hidden_TD = torch.zeros(shape, dtype=self._model.dtype, device=like.device)
+                self.guess([0] * (size * width), hidden_TD, spans)
 
     def forward(
         self, tokens: Tokens, spans: Sequence[Span], *, greedy: bool = False
@@ -137,14 +158,23 @@ class DecodeGraphs:
 
 
 class CudaCapture:
-    """Captures into one pool of memory, which all graphs share: they never run at the same time."""
+    """Captures into one pool of memory, which all graphs share: they never run at the same time.
+
+    torch.cuda.graph would give all cached memory back to the driver before each capture, and takes
+    twice as long.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
 
     def __call__(self, run: Run) -> Run:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=self._pool):
-            run()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool)
+            try:
+                run()
+            finally:
+                graph.capture_end()
         return graph.replay

@@ -11,9 +11,9 @@ A step is padded to one of a few numbers of tokens. Padding stands at position 0
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from .deepseek import DeepseekModel
 from .layers.mla import Rows, Step
 from .step_memory import LARGEST_CHUNK
 
-SIZES = (32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280)
+SIZES = (*range(64, 513, 64), *range(640, 1025, 128), *range(1280, LARGEST_CHUNK + 1, 256))
 
 
 @dataclass
@@ -74,7 +74,6 @@ class LayerGraphs:
         self._capture = capture
         most = min(most_tokens, LARGEST_CHUNK)
         self._sizes = [size for size in SIZES if size < most] + [most]
-        self._buffers: Buffers | None = None
         self._captured: dict[tuple[int, bool], list[Run]] = {}
 
     @property
@@ -86,6 +85,12 @@ class LayerGraphs:
         """Numbers of tokens, and whether queries have their index part."""
         return tuple(self._captured)
 
+    def prepare(self, *, selects: bool) -> Iterator[str]:
+        """Capture all sizes; says which comes next."""
+        for size in self._sizes:
+            yield f"{size} tokens"
+            self._pieces_of(size, selects)
+
     def forward(self, token_ids_T: Tensor, plan: Plan) -> Tensor | None:
         """As `DeepseekModel.forward`; None for more tokens than there is a size for.
 
@@ -95,12 +100,8 @@ class LayerGraphs:
         if count > self._sizes[-1]:
             return None
         size = self._sizes[bisect_left(self._sizes, count)]
-        whole = self._buffers = self._buffers or self._new_buffers()
-        buffers, used = whole.first(size), whole.first(count)
-        key = size, plan.selects
-        if key not in self._captured:
-            self._captured[key] = self._new(buffers, plan.selects)
-        first, *others = self._captured[key]
+        first, *others = self._pieces_of(size, plan.selects)
+        buffers, used = self._room.first(size), self._room.first(count)
         given = token_ids_T, plan.batch.positions_T, plan.batch.slots_T
         torch.stack(given, out=used.inputs_3T)
         buffers.inputs_3T[:, count:].zero_()
@@ -112,6 +113,13 @@ class LayerGraphs:
             step.attend(layer.attention.layer, q, used.heads_THV)
             replay()
         return used.hidden_TD
+
+    def _pieces_of(self, size: int, selects: bool) -> list[Run]:
+        """Replays, captured when the size first comes up."""
+        key = size, selects
+        if key not in self._captured:
+            self._captured[key] = self._new(self._room.first(size), selects)
+        return self._captured[key]
 
     def _rows(self, buffers: Buffers, selects: bool) -> Rows:
         return Rows(self._storage, buffers.inputs_3T[2], buffers.angles_TR, selects)
@@ -147,8 +155,9 @@ class LayerGraphs:
 
         return [begin, *(partial(between, i) for i in range(len(layers) - 1)), end]
 
-    def _new_buffers(self) -> Buffers:
-        """Room for the largest size."""
+    @cached_property
+    def _room(self) -> Buffers:
+        """For the largest size; made when the model was packed."""
         model, tokens = self._model, self._sizes[-1]
         config, layer = model.config, model.layers[0].attention
         heads, nope = config.num_heads, layer.nope_width

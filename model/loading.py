@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from tqdm import tqdm
 
 from ..attention.registry import Choice, choose
 from ..attention.sparse.dsa import DsaBackend
@@ -53,6 +54,21 @@ class LoadedEngine:
         """What sparse attention counts; None where there is none."""
         backend = self.runner.backend
         return backend.clock.counts if isinstance(backend, DsaBackend) else None
+
+    def prepare(self, alive: Callable[[], None] = lambda: None) -> None:
+        """Capture what will be replayed, which takes seconds; alive: called after each step of it.
+
+        Without this shapes are captured as they come up.
+        """
+        info = self.info
+        drafts = info.num_speculative_tokens if info.speculative != "none" else 0
+        shapes = self.runner.prepare(info.max_num_seqs, drafts, info.max_model_len)
+        # disable=None: no bar where nobody watches.
+        with tqdm(desc="graphs", unit="", disable=None) as bar:
+            for shape in shapes:
+                bar.set_postfix_str(shape)
+                bar.update()
+                alive()
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Here sampled tokens become host integers again, and drafts are held against them
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
 
 import torch
@@ -35,6 +35,8 @@ from .sequence import (
     num_accepted,
 )
 
+# Tokens of a request that a step without selections is captured for before any came.
+USUAL_LENGTH = 1024
 # A request whose tokens are chosen, where they go, and the first of its rows among those chosen.
 Chosen = tuple[SequenceInput, SequenceOutput, int]
 
@@ -62,6 +64,22 @@ class ModelRunner:
         self.layer_graphs = layer_graphs
         self.device = storage.latent_LSC.device
         self.drafter = None if model.mtp is None else MtpDrafter(model, backend, storage, graphs)
+
+    @torch.inference_mode()
+    def prepare(self, requests: int, num_drafts: int, longest: int) -> Iterator[str]:
+        """Capture what is to be replayed, and compile its kernels; says what comes next.
+
+        requests: that run at once, with so many drafts and `longest` tokens each at most.
+        """
+        if self.graphs is not None:
+            lengths = {min(longest, USUAL_LENGTH)}
+            if self.backend.selects(longest):
+                lengths.add(longest)
+            for width in sorted({1, 1 + num_drafts}):
+                yield from self.graphs.prepare(requests, width, sorted(lengths))
+        if self.layer_graphs is not None:
+            for selects in sorted({False, self.backend.selects(longest)}):
+                yield from self.layer_graphs.prepare(selects=selects)
 
     def start(
         self, sequences: Sequence[SequenceInput], num_extends: int, behind: Started | None = None

@@ -14,9 +14,9 @@ TILE_BYTES = 16 << 20
 # Steps of more requests are not replayed: there the GPU is busy enough for the host to keep ahead.
 LARGEST_REPLAYED = 256
 # Steps with prompt chunks of more tokens run eagerly, for the same reason.
-LARGEST_CHUNK = 1280
+LARGEST_CHUNK = 2304
 # Numbers of tokens that such steps are padded to, with and without selections.
-MOST_CHUNKS = 14 * 2
+MOST_CHUNKS = 17 * 2
 # Launches of a layer, and what a graph keeps of each of them beside tensors.
 LAUNCHES_A_LAYER = 32
 LAUNCH_BYTES = 4 << 10

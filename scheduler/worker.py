@@ -66,6 +66,9 @@ class LoadedEngine(Protocol):
     def info(self) -> EngineInfo: ...
     @property
     def selection(self) -> SelectionCounts | None: ...
+    def prepare(self, alive: Callable[[], None]) -> None:
+        """Make what steps will need, as soon as it may take its time; `alive` as in `load`."""
+        ...
 
 
 class CheckedStart(Protocol):
@@ -128,7 +131,9 @@ def _run(link: EngineLink, config: EngineConfig, check: Checker) -> None:
         raise StartRefused(str(error), isinstance(error, SettingError)) from error
     info = loaded.info
     link.send(Loaded(info))
-    HangWatchdog(config.warm_up_timeout).restart()
+    warming = HangWatchdog(config.warm_up_timeout)
+    warming.restart()
+    loaded.prepare(warming.restart)
     warm_up(loaded.runner, new_scheduler(config, info, loaded.kv_cache))
     scheduler = new_scheduler(config, info, loaded.kv_cache, _grammars(config, info))
     scheduler.counters.selection = loaded.selection

@@ -19,6 +19,7 @@ from minidsa.attention.sparse.dsa import DsaBackend
 from minidsa.configs.sampling import SamplingParams
 from minidsa.kv_cache.storage import CacheStorage
 from minidsa.model import decode_graphs
+from minidsa.model import runner as runner_module
 from minidsa.model.captured_step import Run
 from minidsa.model.checkpoint import read_config
 from minidsa.model.decode_graphs import SIZES, DecodeGraphs
@@ -359,3 +360,22 @@ def test_a_backend_that_waits_for_the_host_is_refused():
     bed = Bed([5])
     with pytest.raises(ValueError, match="torch cannot be replayed"):
         DecodeGraphs(bed.model, TorchDenseBackend(bed.storages[0]), bed.storages[0], again)
+
+
+def test_usual_shapes_are_captured_ahead():
+    bed = Bed([13, 5], guesses=True)
+    runner = ModelRunner(bed.model, bed.backends[1], bed.storages[1], bed.graphs)
+    said = list(runner.prepare(2, 1, 12))
+    assert said == [f"{size} requests of {width} tokens" for width in (1, 2) for size in (1, 2)]
+    made = {(shape.requests, shape.width, shape.work) for shape in bed.graphs.shapes}
+    assert made == {(n, w, work) for n in (1, 2) for w in (1, 2) for work in ("greedy", "guess")}
+    bed.step([0, 1])
+    bed.check_rows()
+
+
+def test_a_length_that_selects_is_captured_beside_the_usual_one(monkeypatch):
+    bed = Bed([5])
+    monkeypatch.setattr(runner_module, "USUAL_LENGTH", 9)
+    runner = ModelRunner(bed.model, bed.backends[1], bed.storages[1], bed.graphs)
+    assert len(list(runner.prepare(1, 0, 20))) == 2
+    assert [shape.selects for shape in bed.graphs.shapes] == [False, True]

@@ -110,22 +110,20 @@ def test_a_number_that_leaves_a_padding_row_alone_is_finite():
     """A row that was no number in one step is padding in the next, where nobody sees it."""
     bed = Bed()
     bed.step([(0, 0, 30)])
-    buffers = bed.graphs._buffers
-    assert buffers is not None
     with torch.inference_mode():
-        buffers.heads_THV.fill_(float("nan"))
+        bed.graphs._room.heads_THV.fill_(float("nan"))
     bed.step([(1, 0, 4)])
     # Padding is written to the first slot of page 0, and what is written are numbers.
     assert bed.storages[1].latent_LSC[:, 0].isfinite().all()
 
 
 def test_longer_steps_run_eagerly():
-    bed = Bed(most_tokens=48)
-    assert bed.graphs.sizes == (32, 48)
-    bed.step([(0, 0, 49)])
+    bed = Bed(most_tokens=80)
+    assert bed.graphs.sizes == (64, 80)
+    bed.step([(0, 0, 81)])
     assert bed.graphs.captured == ()
-    bed.step([(1, 0, 48)])
-    assert bed.graphs.captured == ((48, True),)
+    bed.step([(1, 0, 80)])
+    assert bed.graphs.captured == ((80, True),)
     assert SIZES[-1] == LARGEST_CHUNK and list(SIZES) == sorted(set(SIZES))
 
 
@@ -138,3 +136,13 @@ def test_a_runner_samples_the_same(length):
         for runner in bed.runners
     ]
     assert said[0][0].token_ids == said[1][0].token_ids and len(said[0][0].token_ids) == 1
+
+
+def test_all_sizes_can_be_made_ahead():
+    bed = Bed(most_tokens=100)
+    with torch.inference_mode():
+        said = [*bed.graphs.prepare(selects=False), *bed.graphs.prepare(selects=True)]
+    assert said == ["64 tokens", "100 tokens"] * 2
+    assert len(bed.graphs.captured) == 4
+    bed.step([(0, 0, 70)])
+    assert len(bed.graphs.captured) == 4
