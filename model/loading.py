@@ -228,7 +228,9 @@ def _assemble(
         capture, context = CudaCapture(), (model, backend, storage)
         graphs = DecodeGraphs(*context, capture)
         layer_graphs = LayerGraphs(*context, info.max_num_batched_tokens, capture)
-        notes.append("decode steps are replayed as CUDA graphs, captured as shapes come up")
+        notes.append(
+            "steps are replayed as CUDA graphs, the usual ones captured before the first request"
+        )
     runner = ModelRunner(model, backend, storage, graphs, layer_graphs)
     return LoadedEngine(runner, kv_cache, info)
 
