@@ -70,7 +70,7 @@ GROUPS: tuple[Group, ...] = (
                 "engine.attention_backend",
                 "auto, torch, triton, or dsa, which insists on an indexer",
             ),
-            Flag("--enforce-eager", "engine.enforce_eager", "no CUDA graphs for decode steps"),
+            Flag("--enforce-eager", "engine.enforce_eager", "no CUDA graphs"),
             Flag(
                 "--profile-dir",
                 "engine.profile_dir",
