@@ -12,7 +12,7 @@ from patience import until
 from scripted_engine import EOS, INFO, Bed, server_config, serving
 from written_answers import CALL, write
 
-if TYPE_CHECKING:  # a second to import, which only the process that runs these tests needs
+if TYPE_CHECKING:
     import anthropic
 
 PATH = "/v1/messages"
@@ -26,6 +26,12 @@ TOOLS: list[Any] = [
     }
 ]
 THINK: Any = {"type": "enabled", "budget_tokens": 1024}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported():
+    """Takes seconds, which only the process that runs these tests needs, and no engine may wait."""
+    import anthropic  # noqa: F401 - for all that follow
 
 
 def official(bed: Bed, key: str = "x") -> "anthropic.AsyncAnthropic":
