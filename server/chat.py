@@ -131,6 +131,10 @@ async def prepare_chat(service: Service, body: Body[ChatRequest]) -> PreparedCha
     service.check_sequences(1, request.n)
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid_value("top_logprobs", "top_logprobs needs logprobs to be true")
+    if not (request.include_reasoning or request.separate_reasoning):
+        raise invalid_value(
+            "include_reasoning", "include_reasoning false needs separate_reasoning to be true"
+        )
     asked = asked_tokens(request)
     if asked == 0:
         name = limit_field(request)
@@ -192,5 +196,6 @@ def _choice_text(
         detokenizer,
         chat_format.parser(prompt.start, prompt.tools, separate),
         rules,
-        thinking=separate and prompt.start == "reasoning",
+        thinking=prompt.start == "reasoning",
+        separate=separate,
     )

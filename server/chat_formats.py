@@ -64,7 +64,7 @@ class ChatFormat(Protocol):
     def parser(
         self, start: StartState, tools: Sequence[dict[str, Any]] = (), separate: bool = True
     ) -> OutputParser:
-        """A fresh parser for one answer; with `separate` false thoughts stay in the content."""
+        """A fresh parser for one answer; with `separate` false markers of thoughts are content."""
         ...
 
 

@@ -122,9 +122,14 @@ class ChoiceText:
     """Collects one choice's updates; `is_finished` once its answer is complete."""
 
     def __init__(
-        self, detokenizer: Detokenizer, parser: Parser, rules: EndRules, thinking: bool = False
+        self,
+        detokenizer: Detokenizer,
+        parser: Parser,
+        rules: EndRules,
+        thinking: bool = False,
+        separate: bool = True,
     ) -> None:
-        """`thinking`: the prompt ends inside the thoughts and they are told apart from content."""
+        """`thinking`: the prompt ends inside the thoughts. Unless `separate` they are content."""
         self._detokenizer = detokenizer
         self._parser = parser
         self._rules = rules
@@ -134,6 +139,7 @@ class ChoiceText:
         self._num_calls = 0
         self._unplaced: deque[TextScore] = deque()
         self._is_thinking = thinking
+        self._separate = separate
         self._thoughts_end = 0
         self._end: tuple[str, int | str | None] | None = None
         self.num_tokens = 0
@@ -177,9 +183,10 @@ class ChoiceText:
         end = self._take(self._parser.feed(text), update) if text else None
         if self._is_thinking:
             self.num_reasoning_tokens = self.num_tokens
-        if end is not None and shown and self._is_behind(end):
+        if end is not None and shown and self._detokenizer.tokens_through(end) < self.num_tokens:
             # Its parser had held the text back: the token that released it is not part of it.
             self.num_tokens -= 1
+            self.num_reasoning_tokens = min(self.num_reasoning_tokens, self.num_tokens)
         else:
             update.token_ids.append(token_id)
             update.offsets.append(offset)
@@ -187,9 +194,6 @@ class ChoiceText:
                 update.logprobs.append(logprobs)
         if self._end is not None:
             update.finish_reason, update.stop_reason = self._end
-
-    def _is_behind(self, end: int) -> bool:
-        return self._detokenizer.tokens_through(end) < self.num_tokens
 
     def _finish(self, output: RequestOutput, update: Update) -> None:
         # A complete grammar is a stop to clients, with no token behind the text.
@@ -212,17 +216,14 @@ class ChoiceText:
 
         is_tail: what the parser says at the end; it may repeat thoughts as content there.
         """
-        for event in events:
+        for said in events:
+            event = self._follow_thoughts(said, is_tail)
             match event:
-                case ReasoningText(text, start):
-                    self._is_thinking = self._is_thinking or not is_tail
-                    self._thoughts_end = start + len(text)
+                case ReasoningText():
                     update.show(self._visible(event), is_reasoning=True)
                 case ContentText():
-                    self._leave_thoughts(is_tail)
                     update.show(self._visible(event), scores=self._scores_of(event))
                 case CallStart():
-                    self._leave_thoughts(is_tail)
                     self._in_call = True
                     update.show(self._matchers[ContentText].flush())
                     update.parts.append(event)
@@ -266,12 +267,20 @@ class ChoiceText:
         if self._num_calls == self._rules.max_calls:
             self._end = "tool_calls", None
 
-    def _leave_thoughts(self, is_tail: bool) -> None:
-        """Thoughts are over: they cost the tokens up to and with their closing marker."""
-        if self._is_thinking and not is_tail:
+    def _follow_thoughts(self, event: Event, is_tail: bool) -> Event:
+        """Count thoughts: they cost the tokens up to and with their closing marker.
+
+        Returns the event as it is shown: thoughts that are not told apart are content.
+        """
+        if isinstance(event, ReasoningText):
+            self._is_thinking = self._is_thinking or not is_tail
+            self._thoughts_end = event.start + len(event.text)
+            return event if self._separate else ContentText(event.text, event.start)
+        if self._is_thinking and not is_tail and isinstance(event, ContentText | CallStart):
             self._is_thinking = False
             end = self._thoughts_end + len(END_THINK)
             self.num_reasoning_tokens = self._detokenizer.tokens_through(end)
+        return event
 
 
 def join_updates(updates: Sequence[Update]) -> Update:

@@ -33,8 +33,9 @@ class PlainContent:
 class OutputParser:
     """One answer's parser. Feed it all text, then finish it once.
 
-    With `separate` false thoughts and markers stay in the content. `may_open` is for models whose
-    prompt does not open the thoughts: a text that begins with the opening marker does.
+    With `separate` false the markers are content, and thoughts are not repeated: who shows them
+    leaves them there too. `may_open` is for models whose prompt does not open the thoughts: a text
+    that begins with the opening marker does.
     """
 
     def __init__(
@@ -111,8 +112,7 @@ class OutputParser:
         if not text:
             return []
         self._thoughts.append(text)
-        event = ReasoningText if self._separate else ContentText
-        return [event(text, self._scanner.place - len(text))]
+        return [ReasoningText(text, self._scanner.place - len(text))]
 
     def _marker(self, marker: str, place: int) -> list[Event]:
         return [] if self._separate else [ContentText(marker, place)]

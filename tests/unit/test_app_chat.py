@@ -248,6 +248,28 @@ async def test_reasoning_can_be_left_out_or_left_in():
         assert usage["usage"]["completion_tokens_details"]["reasoning_tokens"] == 2
         mixed = await both(bed, PATH, messages=HI, separate_reasoning=False, **THINK)
         assert (mixed[0]["reasoning"], mixed[0]["content"]) == ("", "a</think>b")
+        neither = await post(
+            bed, PATH, messages=HI, include_reasoning=False, separate_reasoning=False, **THINK
+        )
+        assert neither.json()["error"]["param"] == "include_reasoning"
+
+
+async def test_thoughts_that_are_left_in_are_counted_and_end_at_stops():
+    """A stop may stand across the end of the thoughts; a held marker's tokens were sent by then."""
+    ids = [i for c in "ab</think>cd" for i in small_tokenizer(VOCAB).encode_runs([c])]
+    async with serving(lambda submit: [*ids, EOS]) as bed:
+        for fields, content, num_thoughts, num_tokens in (
+            ({}, "ab</think>cd", 10, 13),
+            ({"stop": "</think>c"}, "ab", 10, 11),
+            ({"stop": "b</th"}, "a", 9, 9),
+            ({"max_tokens": 2}, "ab", 2, 2),
+        ):
+            fields |= {"messages": HI, "separate_reasoning": False, **THINK}
+            mixed = await both(bed, PATH, **fields)
+            assert (mixed[0]["reasoning"], mixed[0]["content"]) == ("", content)
+            usage = (await post(bed, PATH, **fields)).json()["usage"]
+            counted = usage["completion_tokens_details"]["reasoning_tokens"]
+            assert (counted, usage["completion_tokens"]) == (num_thoughts, num_tokens)
 
 
 async def test_http_07_all_spellings_give_one_prompt():

@@ -154,7 +154,9 @@ def test_a_marker_inside_the_answer_is_text():
 
 
 def test_thoughts_left_in_the_content_keep_their_marker():
-    assert parse("a</think>b", "reasoning", separate=False) == [ContentText("a</think>b", 0)]
+    events = parse("a</think>b", "reasoning", separate=False)
+    assert events == [ReasoningText("a", 0), ContentText("</think>b", 1)]
+    assert parse("a", "reasoning", separate=False) == [ReasoningText("a", 0)]
 
 
 def test_a_model_may_open_its_thoughts_where_the_prompt_does_not():
