@@ -148,6 +148,7 @@ async def prompt_ids(service: Service, body: Body[_Prompt]) -> list[int]:
     given = [name for name in ("prompt", "content", "messages") if body.document.get(name)]
     if len(given) > 1:
         raise invalid_value(given[1], f"{' and '.join(given)} do not go together")
+    fields.check_form()
     if fields.messages:
         return (await encode_chat(service, body, fields, fields.messages)).ids
     text = fields.content if fields.prompt is None else fields.prompt
@@ -155,7 +156,7 @@ async def prompt_ids(service: Service, body: Body[_Prompt]) -> list[int]:
         raise invalid_value("prompt", "prompt or messages is required")
     service.check_fits("prompt", len(text), None)
     return await in_thread_if_long(
-        len(text), service.tokenizer.encode_text, text, fields.add_special_tokens
+        len(text), service.tokenizer.encode_text, text, fields.add_special_tokens is not False
     )
 
 

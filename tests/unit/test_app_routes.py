@@ -64,6 +64,23 @@ async def test_api_95_tokens_there_and_back():
         await post(bed, CHAT, messages=HI, max_tokens=1)
         tokens = (await post(bed, "/tokenize", messages=HI)).json()["tokens"]
         assert tokens == bed.engine.submits[0].prompt_ids
+        same = await post(bed, "/tokenize", messages=HI, add_special_tokens=False, tools=[])
+        assert same.json()["tokens"] == tokens
+
+
+@pytest.mark.parametrize(
+    ("form", "field", "value"),
+    [
+        ({"messages": HI}, "add_special_tokens", True),
+        ({"prompt": "x"}, "tools", [{"type": "function", "function": {"name": "f"}}]),
+        ({"prompt": "x"}, "reasoning_effort", "high"),
+        ({"content": "x"}, "continue_final_message", True),
+    ],
+)
+async def test_tokenize_refuses_a_field_of_its_other_form(form, field, value):
+    async with serving() as bed:
+        error = error_of(await post(bed, "/tokenize", **form, **{field: value}), 400)
+        assert (error["param"], error["code"]) == (field, "unsupported_parameter")
 
 
 @pytest.mark.parametrize(
