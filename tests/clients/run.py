@@ -25,10 +25,13 @@ class Client:
 
     packages come with all that they ask for, `alone` without: bench clients that come with an
     engine ask for its GPU libraries. Those borrow torch and transformers of this environment.
+    wants_torch: the packages ask for torch, which is this environment's: its default build brings
+    gigabytes of CUDA.
     """
 
     packages: tuple[str, ...]
     alone: tuple[str, ...] = ()
+    wants_torch: bool = False
 
 
 # Environments are separate: some of these pin versions that clash.
@@ -42,7 +45,7 @@ CLIENTS = {
     "lm_eval_client": Client(("lm-eval[api]", "transformers")),
     "inspect_client": Client(("inspect-ai", "openai")),
     "schemathesis_client": Client(("schemathesis",)),
-    "guidellm_client": Client(("guidellm",)),
+    "guidellm_client": Client(("guidellm",), wants_torch=True),
     "aiperf_client": Client(("aiperf",)),
     "vllm_bench_client": Client(
         packages=(
@@ -87,6 +90,8 @@ def run(name: str, environment: Path, url: str) -> str:
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
     client = CLIENTS[name]
+    if client.wants_torch:
+        link_torch(environment)
     if not install(python, client.packages) or not install(python, client.alone, "--no-deps"):
         return "not installed"
     if client.alone:
@@ -111,10 +116,30 @@ def install(python: Path, packages: Sequence[str], *options: str) -> bool:
 
 def borrow_torch(environment: Path) -> None:
     """Let an environment import what stands beside this one's torch, behind its own packages."""
+    (packages_of(environment) / "borrowed.pth").write_text(f"{torch_home()}\n")
+
+
+def link_torch(environment: Path) -> None:
+    """Put this environment's torch, and nothing else of it, among another one's packages."""
+    packages = packages_of(environment)
+    for pattern in ("torch", "torch-*.dist-info", "torchgen", "functorch"):
+        for source in torch_home().glob(pattern):
+            target = packages / source.name
+            if not target.exists():
+                target.symlink_to(source)
+
+
+def packages_of(environment: Path) -> Path:
+    """Where an environment keeps its packages."""
+    (packages,) = environment.glob("lib/python*/site-packages")
+    return packages
+
+
+def torch_home() -> Path:
+    """The folder that this environment's torch was installed into."""
     found = importlib.util.find_spec("torch")
     assert found is not None and found.origin is not None
-    (packages,) = environment.glob("lib/python*/site-packages")
-    (packages / "borrowed.pth").write_text(f"{Path(found.origin).parent.parent}\n")
+    return Path(found.origin).parent.parent
 
 
 if __name__ == "__main__":
