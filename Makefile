@@ -73,10 +73,11 @@ format: dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# Tokens per second on the CPU beside transformers; the committed result is of an idle machine.
+# Tokens per second on the CPU beside transformers, over the committed result, which is of an idle
+# machine; `make bench ARGS="--output FILE.json"` leaves that as it is.
 bench: dev
 	$(BIN)/python -m benchmarks.cpu_serving checkpoints/tiny-dsa \
-		--threads 1 --output benchmarks/results/cpu_serving_1_thread.json
+		--threads 1 --output benchmarks/results/cpu_serving_1_thread.json $(ARGS)
 
 # Makes checkpoints/tiny-dsa anew on a GPU, in two runs of eight minutes: see training/README.md.
 train: dev

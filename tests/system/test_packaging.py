@@ -1,6 +1,7 @@
 """What is built and installed: every sub-package travels in the wheel, imports resolve one way."""
 
 import ast
+import shlex
 import shutil
 import subprocess
 import sys
@@ -58,3 +59,12 @@ def test_imports_of_the_project_are_relative(path):
             names = [node.module or ""]
         for name in names:
             assert name.split(".")[0] not in {*PACKAGES, "minidsa"}, path
+
+
+def test_the_last_output_of_make_bench_is_the_one_that_was_asked_for():
+    make = ["make", "-n", "--no-print-directory", "-C", str(ROOT), "bench"]
+    done = subprocess.run(
+        [*make, "ARGS=--output other.json"], check=True, capture_output=True, text=True
+    )
+    words = shlex.split(done.stdout[done.stdout.index("-m benchmarks.cpu_serving") :])
+    assert words[-2:] == ["--output", "other.json"]
