@@ -14,13 +14,25 @@ import jsonschema
 import msgspec
 import pytest
 
-from grammar_bed import EOS, VOCAB, control_id, scripted, write_tokenizer
+from grammar_bed import (
+    EOS,
+    VOCAB,
+    control_id,
+    ids_of,
+    legal_ids,
+    scripted,
+    small_compiler,
+    text_of,
+    write_tokenizer,
+)
 from minidsa.configs.engine import EngineConfig
+from minidsa.scheduler.messages import Submit
 from minidsa.server import grammar_trials
 from minidsa.server.grammar_trials import GrammarRefused, GrammarTrials
 from patience import PATIENCE
-from scripted_engine import INFO, Bed, server_config, serving
+from scripted_engine import INFO, Bed, Script, server_config, serving
 from sse_reader import both, post
+from written_answers import CALL
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -62,10 +74,10 @@ def json_only(schema) -> dict:
 
 
 @contextlib.asynccontextmanager
-async def grammar_bed(folder: Path, **settings) -> AsyncIterator[Bed]:
+async def grammar_bed(folder: Path, script: Script = scripted, **settings) -> AsyncIterator[Bed]:
     write_tokenizer(folder)
     config = server_config(engine=EngineConfig(model=str(folder)))
-    async with serving(scripted, info=WIDE, config=config, **settings) as bed:
+    async with serving(script, info=WIDE, config=config, **settings) as bed:
         yield bed
 
 
@@ -180,6 +192,35 @@ async def test_api_75_api_76_required_and_named_calls_cannot_fail(tmp_path):
                             assert wanted == "required" and arguments == {}
                     assert wanted == "required" or len(calls) == 1
                 assert ended > 1
+
+
+def spell(text: str, submit: Submit) -> list[int]:
+    """The ids of a text in the shortest tokens that the grammar of a request lets come."""
+    matcher = small_compiler().compile(submit.grammar or "", submit.params)
+    ids: list[int] = []
+    while text:
+        legal = [i for i in legal_ids(matcher.mask()) if i != EOS and text.startswith(text_of([i]))]
+        if not legal:
+            return ids
+        ids.append(min(legal, key=lambda i: len(text_of([i]))))
+        matcher.accept(ids[-1:])
+        text = text.removeprefix(text_of(ids[-1:]))
+    return ids
+
+
+@pytest.mark.parametrize("by_letter", [False, True])
+async def test_api_87_a_required_call_in_ordinary_tokens_is_a_call(tmp_path, by_letter):
+    """As ordinary as the grammar lets its markers be, and without any control token."""
+    call = CALL.format(note="x").replace("note", "word")
+
+    def script(submit: Submit) -> list[int]:
+        return [i for c in call for i in ids_of(c)] if by_letter else spell(call, submit)
+
+    async with grammar_bed(tmp_path, script) as bed:
+        answers = await both(bed, CHAT, messages=HI, tools=TOOLS, tool_choice="required")
+    (called,) = answers[0]["calls"].values()
+    assert (called["name"], json.loads(called["arguments"])) == ("add", {"a": 2, "word": "x"})
+    assert (answers[0]["content"], answers[0]["finish_reason"]) == ("", "tool_calls")
 
 
 async def test_one_call_where_parallel_calls_are_off(tmp_path):

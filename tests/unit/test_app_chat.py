@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from scripted_engine import CONTEXT, EOS, INFO, VOCAB, Bed, serving
-from sse_reader import both, post, read_events, stream
+from sse_reader import both, join, post, read_events, stream
 from tokenizers_small import small_tokenizer
 from written_answers import CALL, write
 
@@ -31,6 +31,26 @@ TOOLS = [
 
 def prompt_text(bed: Bed, index: int = -1) -> str:
     return bed.tokenizer.decode(bed.engine.submits[index].prompt_ids)
+
+
+async def whole_turn(bed: Bed, **body: Any) -> tuple[dict[str, Any], str]:
+    """The assistant's message of a whole answer, and why it ended."""
+    choice = (await post(bed, PATH, **body)).json()["choices"][0]
+    return choice["message"], choice["finish_reason"]
+
+
+async def stream_turn(bed: Bed, **body: Any) -> tuple[dict[str, Any], str]:
+    """The same of a stream, joined as a client joins it."""
+    answer = join(await stream(bed, PATH, **body))[0]
+    message = {"role": "assistant", "content": answer["content"] or None}
+    if answer["reasoning"]:
+        message["reasoning"] = answer["reasoning"]
+    if answer["calls"]:
+        message["tool_calls"] = [
+            {"id": c["id"], "type": c["type"], "function": {k: c[k] for k in ("name", "arguments")}}
+            for c in answer["calls"].values()
+        ]
+    return message, answer["finish_reason"]
 
 
 async def test_api_04_the_answer_of_a_chat():
@@ -351,6 +371,29 @@ async def test_api_77_two_calls_have_two_ids():
         assert single[0]["calls"] == {0: calls[0]}
         assert single[0]["finish_reason"] == "tool_calls"
         assert bed.engine.num_running == 0
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("reads", [stream_turn, whole_turn])
+async def test_api_85_a_loop_with_a_calculator_ends_after_the_result(reads, thinking):
+    """What agents do: send back what came, with the results, until an answer has no calls."""
+    thoughts = ("I add.", "</think>") if thinking else ()
+    turns = [write(*thoughts, CALL.format(note="x"), EOS), write(*thoughts, "It is 4.", EOS)]
+    async with serving(lambda submit: turns.pop(0)(submit), info=WIDE) as bed:
+        messages: list[Any] = list(HI)
+        fields = {"tools": TOOLS, "chat_template_kwargs": {"thinking": thinking}}
+        while True:
+            message, reason = await reads(bed, messages=messages, **fields)
+            if not message.get("tool_calls"):
+                break
+            assert reason == "tool_calls" and turns
+            messages.append(message)
+            for call in message["tool_calls"]:
+                result = str(json.loads(call["function"]["arguments"])["a"] + 2)
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+        assert (message["content"], reason) == ("It is 4.", "stop")
+        assert message.get("reasoning") == ("I add." if thinking else None)
+        assert "<result>4</result>" in prompt_text(bed)
 
 
 async def test_api_81_markup_without_tools_is_text():
