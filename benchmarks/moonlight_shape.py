@@ -26,6 +26,7 @@ from minidsa.configs.engine import CacheConfig, EngineConfig, SchedulerConfig
 from minidsa.configs.sampling import SamplingParams
 from minidsa.kv_cache.cache import KvCache
 from minidsa.model.loading import check_start
+from minidsa.model.sequence import SequenceInput
 from minidsa.scheduler.messages import Submit
 from minidsa.scheduler.pipeline import Pipeline
 from minidsa.scheduler.scheduler import Scheduler
@@ -97,6 +98,13 @@ class Bed:
         loaded.prepare()
         self.planned = start.memory.total_bytes
         self.runner, self.vocab_size = loaded.runner, loaded.info.vocab_size
+
+    def compute_largest_step(self) -> None:
+        """Prompts of as many tokens as a step may have: what the plan counts with."""
+        each = -(-PROMPT // PAGE)
+        count = (LIMITS.max_num_batched_tokens or PROMPT) // PROMPT
+        pages = [list(range(1 + i * each, 1 + (i + 1) * each)) for i in range(count)]
+        self.runner.run([SequenceInput([1] * PROMPT, 0, own, None) for own in pages], count)
 
     def memory(self) -> dict[str, float]:
         """GiB that the plan of the start says, and those that are taken by now."""
@@ -170,6 +178,7 @@ def main() -> None:
     }
     # What the start has not compiled and captured is, before anything is timed.
     bed.load(rates[-1], args.seconds / 2, 0)
+    bed.compute_largest_step()
     for rate in rates:
         row = bed.load(rate, args.seconds, 1)
         report["figures"].append(row)
