@@ -42,6 +42,7 @@ class Timing:
     e2e: float = math.nan
     gaps: list[float] = field(default_factory=list)
     num_tokens: int = 0
+    num_prompt_tokens: int = 0
     error: str | None = None
 
     @property
@@ -88,6 +89,7 @@ def _ask(address: ServerAddress, prompt: str, max_tokens: int) -> Timing:
             now = time.perf_counter()
             if event.get("usage"):
                 timing.num_tokens = event["usage"]["completion_tokens"]
+                timing.num_prompt_tokens = event["usage"]["prompt_tokens"]
             if not any(choice["text"] for choice in event["choices"]):
                 continue
             if math.isnan(timing.ttft):
@@ -121,6 +123,7 @@ def summary(timings: Sequence[Timing], seconds: float, load: Load) -> dict[str, 
         "errors": sorted({timing.error for timing in timings if timing.error is not None}),
         "requests_per_second": len(good) / seconds,
         "tokens_per_second": sum(timing.num_tokens for timing in good) / seconds,
+        "prompt_tokens_per_second": sum(timing.num_prompt_tokens for timing in good) / seconds,
         "goodput_per_second": len(within) / seconds,
         "milliseconds": {name: _percentiles(values) for name, values in times.items()},
         "quantiles_milliseconds": {name: _quantiles(values) for name, values in times.items()},
@@ -145,7 +148,8 @@ def shown(report: dict[str, Any]) -> list[str]:
     """The report for a reader, a line each."""
     lines = [
         f"{report['completed']} answered, {report['failed']} failed in {report['seconds']:.1f} s",
-        f"{report['tokens_per_second']:.1f} tokens/s, "
+        f"{report['tokens_per_second']:.1f} tokens/s behind "
+        f"{report['prompt_tokens_per_second']:.1f} prompt tokens/s, "
         f"{report['requests_per_second']:.2f} requests/s, "
         f"{report['goodput_per_second']:.2f} within the limits",
     ]

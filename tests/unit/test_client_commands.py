@@ -120,6 +120,8 @@ def test_bench_times_every_request(rate):
         report = bench(address, Load(num_requests=6, concurrency=2, rate=rate), lambda line: None)
     assert (report["completed"], report["failed"], len(seen)) == (6, 0, 6)
     assert report["tokens_per_second"] == pytest.approx(24 / report["seconds"])
+    prompts = 6 * USAGE["prompt_tokens"]
+    assert report["prompt_tokens_per_second"] == pytest.approx(prompts / report["seconds"])
     assert all(
         value >= 0 for values in report["milliseconds"].values() for value in values.values()
     )
