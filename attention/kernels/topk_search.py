@@ -93,6 +93,22 @@ def _step_of(scores, scale, shift):
 
 
 @jit
+def count_steps(scores, scale, shift, counters, COMPILED: tl.constexpr):
+    """Each score's step, int32; counts them."""
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            _STEP_OF_ONE,  # pyright: ignore
+            "=r,f,f,f,r",
+            [scores, scale, shift, counters - _MOVED],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        return _step_of(scores, scale, shift)
+
+
+@jit
 def _steps_of_pairs(even, odd, scale, shift, counters, COMPILED: tl.constexpr):
     """Steps of two scores in an int32, the first in the lower half; counts them."""
     if COMPILED:
@@ -143,17 +159,7 @@ def likely_range(scores_ptr, count, k, counters, SAMPLE: tl.constexpr, COMPILED:
     span = most - least
     scale = 1.0 / span
     shift = -least * scale
-    if COMPILED:
-        steps = tl.inline_asm_elementwise(
-            _STEP_OF_ONE,  # pyright: ignore
-            "=r,f,f,f,r",
-            [sample, scale, shift, counters - _MOVED],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        steps = _step_of(sample, scale, shift)
+    steps = count_steps(sample, scale, shift, counters, COMPILED)
     reach = _take_counts(counters, steps, COMPILED).to(tl.float32)
     rank = k * (tl.minimum(count, SAMPLE) / count.to(tl.float32))
     apart = 4.0 * tl.sqrt(rank) + 1.0
@@ -260,14 +266,17 @@ def _further(steps, above, reach, other_steps, other_above, other_reach):
 
 
 @jit
-def step_of_threshold(pairs, k, counters, COMPILED: tl.constexpr):
+def single_steps(pairs):
+    """Pairs' steps, one to an int32, in no order."""
+    pairs = tl.join(pairs[0], pairs[1])
+    return tl.reshape(tl.join(pairs & 0xFFFF, pairs >> 16), (2 * pairs.numel,))
+
+
+@jit
+def step_of_threshold(steps, k, counters, COMPILED: tl.constexpr):
     """(step, above, reach): the highest step that k scores reach, 0 where none of them is; how many
-    are above it; how many reach it."""
-    both = None
-    if not COMPILED:
-        pairs = tl.join(pairs[0], pairs[1])
-        both = tl.reshape(tl.join(pairs & 0xFFFF, pairs >> 16), (2 * pairs.numel,))
-    counts = _take_counts(counters, both, COMPILED)
+    are above it; how many reach it. steps: of what was counted, looked at in the interpreter."""
+    counts = _take_counts(counters, steps, COMPILED)
     enough = counts >= k
     above = tl.where(enough, 0, counts)
     reach = tl.where(enough, counts, 1 << 30)

@@ -1,13 +1,16 @@
-"""A row's marked columns as a list, ascending.
+"""The chosen columns of a row, or the slots they stand for, as a list, ascending.
 
 Marks of 32 neighbouring columns become the bits of a word. A scan over the words' numbers of bits
 says where each word's columns go, and its thread writes them one after the other.
 """
 
+from dataclasses import dataclass
+
 import triton.language as tl
+from torch import Tensor
 
 from .launch import jit
-from .topk_search import reaching
+from .topk_search import keys_of, reaching, threshold_by_halves
 
 # $1: a word, $2: the place of its first column, $3: the column of its lowest bit, $4: the list.
 _LIST_BITS: tl.constexpr = tl.constexpr(
@@ -21,6 +24,15 @@ _LIST_BITS: tl.constexpr = tl.constexpr(
     bra NEXT;
     DONE: mov.b32 $0, 0; }"""
 )
+
+
+@dataclass(frozen=True)
+class PagedSlots:
+    """Turns positions into cache slots: table_BP int32 pages, request_T int32 row -> request."""
+
+    table_BP: Tensor
+    request_T: Tensor
+    page_size: int
 
 
 @jit
@@ -70,11 +82,11 @@ def _num_bits(words):
 
 
 @jit
-def list_bits(out_ptr, words, start, COMPILED: tl.constexpr):
-    """Write the columns whose bits are set, counted from `start`, to out."""
+def list_bits(out_ptr, words, COMPILED: tl.constexpr):
+    """Write the columns whose bits are set to out."""
     counts = _num_bits(words)
     places = tl.cumsum(counts, 0) - counts
-    columns = start + 32 * tl.arange(0, words.numel)
+    columns = 32 * tl.arange(0, words.numel)
     if COMPILED:
         tl.inline_asm_elementwise(
             _LIST_BITS,  # pyright: ignore
@@ -89,6 +101,82 @@ def list_bits(out_ptr, words, start, COMPILED: tl.constexpr):
             bit = (words >> number) & 1
             tl.store(out_ptr + places, columns + number, mask=bit == 1)
             places += bit
+
+
+@jit
+def store_some(pointers, values, taken, COMPILED: tl.constexpr):
+    """Store the 32-bit values that are taken; compiled, by the threads that hold them."""
+    if COMPILED:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.b32 [$1], $2; mov.b32 $0, 0; }",
+            "=r,l,r,r",
+            [pointers.to(tl.int64), values, taken.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.store(pointers, values, mask=taken)
+
+
+@jit
+def load_some(pointers, taken, COMPILED: tl.constexpr):
+    """int32 from where they are taken, 0 elsewhere; as `store_some`."""
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.b32 $0, [$1]; }",
+            "=&r,l,r",
+            [pointers.to(tl.int64), taken.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        return tl.load(pointers, mask=taken, other=0)
+
+
+@jit
+def write(row, columns, places, taken, PAGE: tl.constexpr, COMPILED: tl.constexpr):
+    """The taken columns, or the slots they stand for, to their places in out.
+
+    row: pointers to its scores, its block table (None: columns are written) and its output.
+    """
+    _, table_ptr, out_ptr = row
+    found = columns
+    if table_ptr is not None:
+        page = load_some(table_ptr + columns // PAGE, taken, COMPILED)
+        found = page * PAGE + columns % PAGE
+    store_some(out_ptr + places, found, taken, COMPILED)
+
+
+@jit
+def write_all(row, count, k, STEP: tl.constexpr, PAGE: tl.constexpr, COMPILED: tl.constexpr):
+    """All columns, at most k, and -1 behind them."""
+    _, _, out_ptr = row
+    for first in range(0, k, STEP):
+        places = first + tl.arange(0, STEP)
+        write(row, places, places, places < count, PAGE, COMPILED)
+        tl.store(out_ptr + places, -1, mask=(places >= count) & (places < k))
+
+
+@jit
+def write_exactly(row, count, k, STEP: tl.constexpr, PAGE: tl.constexpr, COMPILED: tl.constexpr):
+    """The best k of more than k scores, whatever they are: slowly."""
+    scores_ptr, _, _ = row
+    last, ties = threshold_by_halves(scores_ptr, count, k, STEP)
+    written = 0
+    tied = 0
+    for first in range(0, count, STEP):
+        columns = first + tl.arange(0, STEP)
+        inside = columns < count
+        keys = keys_of(tl.load(scores_ptr + columns, mask=inside, other=0.0))
+        is_tie = (inside & (keys == last)).to(tl.int32)
+        before = tied + tl.cumsum(is_tie, 0) - is_tie
+        taken = inside & ((keys > last) | ((keys == last) & (before < ties)))
+        places = written + tl.cumsum(taken.to(tl.int32), 0) - 1
+        write(row, columns, places, taken, PAGE, COMPILED)
+        written += tl.sum(taken.to(tl.int32))
+        tied += tl.sum(is_tie)
 
 
 @jit

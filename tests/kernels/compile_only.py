@@ -107,9 +107,11 @@ def compile_index_scores() -> None:
 
 
 def compile_top_k() -> None:
-    slots = PagedSlots(torch.zeros(2, 9, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), 64)
-    for length in (500, 8192, 32768, 300_000):
-        scores, visible = torch.zeros(2, length), torch.ones(2, dtype=torch.int32)
+    slots = PagedSlots(
+        torch.zeros(2, 9, dtype=torch.int32), torch.zeros(128, dtype=torch.int32), 64
+    )
+    for rows, length in ((2, 500), (2, 8192), (2, 32768), (128, 40_000), (2, 300_000)):
+        scores, visible = torch.zeros(rows, length), torch.ones(rows, dtype=torch.int32)
         select_top_k(scores, visible, 2048, slots=slots)
         select_top_k(scores[:, :-1], visible, 512)
     # Sizes of 1 are constants to the compiler.

@@ -26,6 +26,8 @@ def test_kernels_compile_for_hopper(tmp_path):
         "attend_fp8",
         "_logits",
         "_select",
+        "_collect",
+        "_choose",
         "_write",
         "_quantise_queries",
         "_products",

@@ -1,14 +1,22 @@
-"""The GPU's top-k against its definition: order, ties, NaN, infinities, cuts, slots."""
+"""The GPU's top-k against its definition: order, ties, NaN, infinities, cuts, slots.
+
+Every short row is chosen from as a whole and as a long one is: by parts.
+"""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from minidsa.attention.kernels import topk
 from minidsa.attention.kernels.reference import slots_of_positions
-from minidsa.attention.kernels.topk_triton import PagedSlots, select_top_k
+from minidsa.attention.kernels.topk_parts import Sharing, choose, collect, select_by_parts
+from minidsa.attention.kernels.topk_triton import PagedSlots, select_top_k, takes_assembly
 
 INF, NAN = float("inf"), float("nan")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+COMPILED = takes_assembly(DEVICE)
+SMALL = Sharing(parts=4, block=512, sample=512, places=4096, choosing_warps=8)
 
 
 def check(scores: torch.Tensor, visible: list[int], k: int) -> None:
@@ -23,6 +31,9 @@ def check(scores: torch.Tensor, visible: list[int], k: int) -> None:
     assert select_top_k(scores, visible_T, k, out=out) is out
     expected = topk.top_k(scores, visible_T.long().clamp(0, length), k)[0]
     assert torch.equal(out.long(), expected)
+    if length <= 5000:
+        select_by_parts(scores, visible_T, out.fill_(-7), None, COMPILED, SMALL)
+        assert torch.equal(out.long(), expected)
 
 
 def random_scores(rows: int, length: int, seed: int = 0) -> torch.Tensor:
@@ -80,18 +91,57 @@ def test_any_distribution_ends(spread):
     check(scores, [3000, 3000, 2999], 512)
 
 
-def test_long_rows_are_cut_without_a_trace():
-    """Pieces of 8192: random, one with ties in every piece, one that ends in the first."""
+@pytest.mark.parametrize("k", [64, 2047])
+def test_long_rows_are_cut_without_a_trace(k):
+    """Random, one full of zeros, one that ends in the first part."""
     scores = random_scores(3, 40_001)
-    scores[1] = scores[1].relu()
-    check(scores, [40_001, 32_800, 100], 64)
+    scores[1] = scores[1].relu() + scores[1].clamp(max=-1.0)
+    check(scores, [40_001, 32_800, 100], k)
 
 
 @pytest.mark.deep
-def test_rows_that_are_cut_twice():
-    scores = random_scores(2, 280_000)
-    scores[1, 100_000:200_000] = 0.5
-    check(scores, [280_000, 279_999], 2048)
+@pytest.mark.parametrize("length", [131_072, 280_001])
+def test_very_long_rows(length):
+    scores = random_scores(2, length)
+    scores[1, 100_000:120_000] = 3.0
+    check(scores, [length, length - 1], 2048)
+
+
+def by_candidates(scores: torch.Tensor, visible: list[int], k: int, how: Sharing) -> bool:
+    """Whether the candidates alone say which k are best: the rows are lost before the choice."""
+    visible_T = torch.tensor(visible, dtype=torch.int32, device=DEVICE)
+    scores = scores.to(DEVICE).clone()
+    expected = topk.top_k(scores, visible_T.long(), k)[0]
+    candidates = collect(scores, visible_T, k, how, COMPILED)
+    out = torch.empty(len(scores), k, dtype=torch.int32, device=DEVICE)
+    choose(scores.fill_(NAN), visible_T, candidates, out, None, how, COMPILED)
+    return torch.equal(out.long(), expected)
+
+
+@pytest.mark.parametrize("k", [1, 300, 2048])
+def test_candidates_are_enough(k):
+    """Also with the best in one part, and with a few equals at the threshold."""
+    scores = random_scores(4, 5000)
+    scores[1] = (scores[1] * 2000).round() / 2000
+    scores[2, 1280:2560] += 4.0
+    scores[3, ::7] = -INF
+    assert by_candidates(scores, [5000, 4999, 5000, 3000], k, SMALL)
+
+
+def test_candidates_that_do_not_fit_are_not_believed():
+    """More than there are places for: the row is read once more, and is no longer what it was."""
+    scores, few = random_scores(1, 5000), replace(SMALL, places=1024)
+    assert by_candidates(scores, [5000], 300, few)
+    assert not by_candidates(scores, [5000], 1000, few)
+    out = torch.empty(1, 1000, dtype=torch.int32, device=DEVICE)
+    visible_T = torch.tensor([5000], dtype=torch.int32, device=DEVICE)
+    select_by_parts(scores.to(DEVICE), visible_T, out, None, COMPILED, few)
+    assert torch.equal(out.long().cpu(), topk.top_k(scores, torch.tensor([5000]), 1000)[0])
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(1, 64), (8, 16), (128, 4), (4096, 1), (10_000, 1)])
+def test_the_more_rows_the_fewer_parts(rows, parts):
+    assert Sharing.of(rows, 131_072).parts == parts
 
 
 def test_slots_by_page():
@@ -106,6 +156,8 @@ def test_slots_by_page():
     out = select_top_k(scores.to(DEVICE), visible_T, k, slots=slots)
     positions, _ = topk.top_k(scores, torch.tensor(visible), k)
     expected = slots_of_positions(positions, table[request], page)
+    assert torch.equal(out.long().cpu(), expected)
+    select_by_parts(scores.to(DEVICE), visible_T, out.fill_(-7), slots, COMPILED, SMALL)
     assert torch.equal(out.long().cpu(), expected)
 
 
@@ -131,7 +183,13 @@ def test_what_it_cannot_do_is_refused():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("k", [512, 1024, 2048, 1999])
-@pytest.mark.parametrize("shape", [(128, 32768), (300, 31999), (1, 131072), (3, 1 << 20)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *[(128, 32768), (300, 31999), (1, 131072), (8, 131072), (128, 131071), (600, 50_000)],
+        *[(1200, 33_000), (1, 1 << 20), (3, 1 << 20)],
+    ],
+)
 def test_large_shapes(shape, k):
     rows, length = shape
     scores = torch.randn(rows, length, device=DEVICE)
