@@ -22,13 +22,18 @@ from .few_heads_hopper import attend
 from .latent_rows import Rows
 from .launch import Tiling, ceil_div
 
+# Tiles of a program from which on fp8 rows are asked for ahead. With 8 tiles each (64 lists of 2048
+# slots) that took 54 instead of 58 us with 16 heads and 65 instead of 76 with 32; with one, where
+# nothing follows, it costs up to 1 us (H200).
+ASK_FROM = 4
+
 
 def tiling(query_rows: int, is_fp8: bool, lists: int) -> Tiling:
     """For so many query rows, at most 32, over rows that suit `latent_hopper`.
 
     lists: queries with slots of their own; 0: by pages, of which no time was taken over fp8 rows.
-    Over those, 64 lists of 2048 slots took 16 heads 58 us in programs of four warps, two on a
-    multiprocessor, and 66 us in programs of eight; 8 lists 19 us and 17 us (H200).
+    Over those, 64 lists of 2048 slots took 16 heads 54 us in programs of four warps, two on a
+    multiprocessor, and 57 us in programs of eight; 8 lists 19 us and 17 us (H200).
     """
     padded = 16 if query_rows <= 16 else 32
     if not is_fp8:
@@ -45,11 +50,12 @@ def attend_slots(
     """As the kernel of `sparse_mla`: `parts` programs share a query's slots."""
     tokens, heads, _ = q_THX.shape
     columns = slots_TK.shape[1]
-    part_length = ceil_div(ceil_div(columns, tiling.keys), parts) * tiling.keys
+    tiles = ceil_div(ceil_div(columns, tiling.keys), parts)
+    options = {"ASK": tiles >= ASK_FROM} if rows.is_fp8 else {}
     _kernel(rows)[(tokens * parts,)](
         q_THX, rows.latent_SC, rows.rope_SR, rows.scales_SG, slots_TK, counts_T, counts_T, out, lse,
-        heads, heads, columns, parts, part_length, rows.stride, slots_TK.stride(0),
-        H=tiling.rows, PAGE=0, num_warps=tiling.num_warps,
+        heads, heads, columns, parts, tiles * tiling.keys, rows.stride, slots_TK.stride(0),
+        H=tiling.rows, PAGE=0, num_warps=tiling.num_warps, **options,
     )  # fmt: skip
 
 

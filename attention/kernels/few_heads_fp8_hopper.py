@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language import constexpr
 
 from .few_heads_hopper import add_values, load_queries, slots_of, weigh, write_sums
-from .latent_hopper_rows import barrier
+from .latent_hopper_rows import ask, barrier
 
 # To a type checker kernels and what they are written in are anything, as in `launch`.
 gl: Any = language
@@ -128,9 +128,12 @@ def _column(scale, key: constexpr):
 def attend_fp8(
     q_ptr, latent_ptr, rope_ptr, scale_ptr, source_ptr, bounds_ptr, parts_ptr, out_ptr, lse_ptr,
     rows, heads, columns, parts, part_length, stride, stride_source,
-    H: constexpr, PAGE: constexpr,
+    H: constexpr, PAGE: constexpr, ASK: constexpr = False,
 ):  # fmt: skip
-    """A program takes all rows of a query (request) and a part of its keys; PAGE 0: by slots."""
+    """A program takes all rows of a query (request) and a part of its keys; PAGE 0: by slots.
+
+    ASK: rows are asked for a tile before they are loaded, so that they come from the L2 cache.
+    """
     WARPS: constexpr = gl.num_warps()
     KEYS: constexpr = 16 * WARPS
     part = gl.program_id(0)
@@ -188,6 +191,8 @@ def attend_fp8(
     slot = slots_of(source, first, last, PAGE, key, KEYS)
     words, rope, scales = _load_tile(pointers, slot, stride, of_words, of_scales)
     following = slots_of(source, first + KEYS, last, PAGE, key, KEYS)
+    if ASK:
+        ask(latent_ptr, following, stride, WARPS)
     groups, rotary = load_queries(q_ptr, rows, H, WARPS)
     q_rope.store(_reordered(rotary, 2))
     for g in gl.static_range(4):
@@ -233,6 +238,8 @@ def attend_fp8(
         # Behind the fence, which would wait for these loads.
         words, rope, scales = _load_tile(pointers, slot, stride, of_words, of_scales)
         barrier()
+        if ASK:
+            ask(latent_ptr, following, stride, WARPS)
         acc0 = add_values(latent[0], weights_of[0], acc0, shrink)
         acc1 = add_values(latent[1], weights_of[1], acc1, shrink)
         acc2 = add_values(latent[2], weights_of[2], acc2, shrink)

@@ -122,9 +122,9 @@ mov.b32 $0, 0;
 
 
 @_jit
-def _ask(rows_ptr, slot, stride):
+def ask(rows_ptr, slot, stride, WARPS: constexpr):
     """The lines of fp8 rows on their way into the L2 cache; `stride` in units of 16 bytes."""
-    layout: constexpr = gl.BlockedLayout([1, 1], [8, 4], [CONVERTING, 1], [1, 0])
+    layout: constexpr = gl.BlockedLayout([1, 1], [8, 4], [WARPS, 1], [1, 0])
     slot = gl.expand_dims(gl.convert_layout(slot, gl.SliceLayout(1, layout)), 1)
     byte = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, layout)) * 128, 0)
     address = rows_ptr.to(gl.int64, bitcast=True) + slot.to(gl.int64) * stride * 16 + byte
@@ -207,8 +207,8 @@ def _fetch_fp8(
     for group in gl.static_range(1, AHEAD):
         words = words + (_load_group(words_ptr, slot, stride, group),)
     following = slots_of(source_ptr, first + 64, last, PAGE, row)
-    _ask(latent_ptr, slot, stride)
-    _ask(latent_ptr, following, stride)
+    ask(latent_ptr, slot, stride, CONVERTING)
+    ask(latent_ptr, following, stride, CONVERTING)
     raw_scales = _load_scales(scale_ptr, slot, stride)
     for i in range(pairs):
         for tile in gl.static_range(2):
@@ -236,7 +236,7 @@ def _fetch_fp8(
                     barrier()
                     mbarrier.arrive(full.index(at), count=1)
                 if group == 1:
-                    _ask(latent_ptr, later, stride)
+                    ask(latent_ptr, later, stride, CONVERTING)
                 word = _load_ahead(words_ptr, slot, following, stride, group + AHEAD)
                 words = words[1:] + (word,)
             slot = following
