@@ -6,13 +6,11 @@ All of that is decided from headers, before memory for a single weight is taken.
 
 import dataclasses
 import logging
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from ..configs.engine_info import MtpLayerUse
 from .checkpoint import CheckpointError, TensorInfo, read_headers
@@ -20,6 +18,7 @@ from .config import ModelConfig
 from .deepseek import DeepseekModel
 from .fp8 import FP8, SCALE_DTYPES, SCALE_SUFFIX, scale_shape
 from .names import EMBEDDING, HEAD, Slice, layer_index, name_table, needed_shapes, unused_shapes
+from .progress import progress_bar
 from .upload import Uploader
 from .weight_files import WeightFiles
 
@@ -139,13 +138,10 @@ def load_weights(
     )
     table = name_table(model)
     uploader = _uploader(device)
-    # Its default lock is a system-wide semaphore, which a killed engine would leave behind.
-    tqdm.set_lock(threading.RLock())
     total = sum(info.nbytes for info in checkpoint.tensors.values())
     with (
         WeightFiles(checkpoint.directory, checkpoint.tensors, uploader) as files,
-        # disable=None: no bar where nobody watches.
-        tqdm(total=total, desc="weights", unit="B", unit_scale=True, disable=None) as bar,
+        progress_bar("weights", total=total, unit="B", unit_scale=True) as bar,
     ):
 
         def place(name: str) -> str:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from tqdm import tqdm
 
 from ..attention.registry import Choice, choose
 from ..attention.sparse.dsa import DsaBackend
@@ -34,6 +33,7 @@ from .layer_graphs import LayerGraphs
 from .layers.fp8 import multiplies_fp8
 from .loader import CheckedCheckpoint, check_checkpoint, has_mtp_layer, load_weights
 from .memory_plan import MemoryPlan, cache_layout, plan_memory
+from .progress import progress_bar
 from .runner import ModelRunner
 from .weight_sizes import total, weight_sizes
 
@@ -60,11 +60,12 @@ class LoadedEngine:
 
         Without this shapes are captured as they come up.
         """
+        if self.runner.graphs is None:
+            return
         info = self.info
         drafts = info.num_speculative_tokens if info.speculative != "none" else 0
         shapes = self.runner.prepare(info.max_num_seqs, drafts, info.max_model_len)
-        # disable=None: no bar where nobody watches.
-        with tqdm(desc="graphs", unit="", disable=None) as bar:
+        with progress_bar("graphs") as bar:
             for shape in shapes:
                 bar.set_postfix_str(shape)
                 bar.update()

@@ -30,7 +30,8 @@ SLACK = 1.2
 def served(checkpoint: Path, flags: tuple[str, ...], dtype: str = "bfloat16") -> ServerProcess:
     return ServerProcess(
         *(str(checkpoint), "--port", "0", "--device", "cuda", "--dtype", dtype),
-        *("--set", "engine.cache.num_pages=200", *flags),
+        # Few requests, so that a start captures few shapes.
+        *("--max-num-seqs", "8", "--set", "engine.cache.num_pages=200", *flags),
     )
 
 

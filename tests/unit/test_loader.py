@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tqdm import tqdm
 
 from checkpoint_edits import check, edit, edit_json, load, refused
-from minidsa.model import loader
+from minidsa.model import loader, progress
 from minidsa.model.checkpoint import INDEX, SINGLE, CheckpointError, read_config
 from minidsa.model.config import parse_config
 from minidsa.model.deepseek import DeepseekModel
@@ -277,7 +277,7 @@ def test_a_bar_ends_at_the_bytes_that_are_loaded(single, monkeypatch):
             super().__init__(*args, **(kwargs | {"disable": False, "file": io.StringIO()}))
             bars.append(self)
 
-    monkeypatch.setattr(loader, "tqdm", Bar)
+    monkeypatch.setattr(progress, "tqdm", Bar)
     load(single)
     (bar,) = bars
     assert bar.n == bar.total < (single / SINGLE).stat().st_size * 0.9
