@@ -48,17 +48,17 @@ def test_wheel_holds_every_module(tmp_path):
     assert {f"minidsa/{path.relative_to(ROOT)}" for path in checkpoint.iterdir()} <= names
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_of_the_project_are_relative(path):
+def test_imports_of_the_project_are_relative():
     """An absolute `import attention` would load a second copy of minidsa.attention."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            names = [node.module or ""]
-        for name in names:
-            assert name.split(".")[0] not in {*PACKAGES, "minidsa"}, path
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            for name in names:
+                assert name.split(".")[0] not in {*PACKAGES, "minidsa"}, path
 
 
 def test_the_last_output_of_make_bench_is_the_one_that_was_asked_for():
