@@ -1,7 +1,9 @@
 """Random weights in place of a checkpoint's: a folder without weights serves."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from minidsa.configs.engine import CacheConfig, EngineConfig, SpeculativeConfig
 from minidsa.configs.sampling import SamplingParams
 from minidsa.configs.setting_error import SettingError
 from minidsa.model.config import parse_config
+from minidsa.model.decode_graphs import DecodeGraphs
 from minidsa.model.dummy_weights import random_model
 from minidsa.model.loading import check_start
 from minidsa.model.names import name_table
@@ -77,3 +80,31 @@ def test_rows_of_random_weights_are_not_kept(folder):
     cache = CacheConfig(session_dir=str(folder))
     with pytest.raises(SettingError, match="session_dir"):
         check_start(EngineConfig(model=str(folder), load_format="dummy", cache=cache))
+
+
+class Capturing:
+    """Graphs as they are on a GPU, seen from a start: what they are asked to prepare."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int, list[int]]] = []
+
+    def prepare(self, requests: int, width: int, lengths: list[int]) -> Iterator[str]:
+        self.asked.append((requests, width, lengths))
+        yield f"{requests} requests"
+
+
+def test_a_start_prepares_what_it_will_replay(folder):
+    """Widths of plain and of verify steps, lengths on both sides of what is selected."""
+    config = EngineConfig(model=str(folder), device="cpu", load_format="dummy")
+    loaded = check_start(config).load()
+    beats: list[int] = []
+    loaded.prepare(lambda: beats.append(1))
+    assert beats == []
+    capturing = Capturing()
+    loaded.runner.graphs = cast("DecodeGraphs", capturing)
+    loaded.prepare(lambda: beats.append(1))
+    drafts, longest = loaded.info.num_speculative_tokens, loaded.info.max_model_len
+    lengths = sorted({min(longest, 1024), longest})
+    requests = loaded.info.max_num_seqs
+    assert capturing.asked == [(requests, 1, lengths), (requests, 1 + drafts, lengths)]
+    assert len(beats) == 2
