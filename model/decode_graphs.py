@@ -64,19 +64,20 @@ class DecodeGraphs:
         """Capture what so many requests need, `width` tokens each, when they have these lengths.
 
         Says what comes next. Other lengths are captured as they come up; their kernels are then
-        compiled, which takes longest.
+        compiled, which takes longest. Ends early where as many are there as are kept.
         """
         sizes = SIZES[: 1 + bisect_left(SIZES, min(requests, LARGEST_REPLAYED))]
         for size, length in product(sizes, (n for n in lengths if n >= width)):
+            if len(self._captured) >= MOST_SHAPES:
+                return
             pages = -(-length // self._storage.page_size)
             # Page 0 takes all of it, and whatever is there may be attended to.
             spans = [Span(length - width, width, [0] * pages)] * size
             yield f"{size} requests of {width} tokens"
             self.forward([0] * (size * width), spans, greedy=True)
             if self._model.mtp is not None:
-                like = self._storage.latent_LSC
-                shape = size * width, self._model.config.hidden_size
-                hidden_TD = torch.zeros(shape, dtype=self._model.dtype, device=like.device)
+                model, shape = self._model, (size * width, self._model.config.hidden_size)
+                hidden_TD = torch.zeros(shape, dtype=model.dtype, device=model.device)
                 self.guess([0] * (size * width), hidden_TD, spans)
 
     def forward(

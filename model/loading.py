@@ -56,7 +56,7 @@ class LoadedEngine:
         return backend.clock.counts if isinstance(backend, DsaBackend) else None
 
     def prepare(self, alive: Callable[[], None] = lambda: None) -> None:
-        """Capture what will be replayed, which takes seconds; alive: called after each step of it.
+        """Capture what will be replayed, which takes seconds; alive: called after each shape.
 
         Without this shapes are captured as they come up.
         """
@@ -67,9 +67,10 @@ class LoadedEngine:
         shapes = self.runner.prepare(info.max_num_seqs, drafts, info.max_model_len)
         with progress_bar("graphs") as bar:
             for shape in shapes:
+                alive()
                 bar.set_postfix_str(shape)
                 bar.update()
-                alive()
+        alive()
 
 
 @dataclass(frozen=True)

@@ -373,6 +373,14 @@ def test_usual_shapes_are_captured_ahead():
     bed.check_rows()
 
 
+def test_what_is_captured_ahead_pushes_nothing_out(monkeypatch):
+    monkeypatch.setattr(decode_graphs, "MOST_SHAPES", 2)
+    bed = Bed([5])
+    runner = ModelRunner(bed.model, bed.backends[1], bed.storages[1], bed.graphs)
+    assert len(list(runner.prepare(4, 1, 12))) == 2
+    assert [(shape.requests, shape.width) for shape in bed.graphs.shapes] == [(1, 1), (2, 1)]
+
+
 def test_a_length_that_selects_is_captured_beside_the_usual_one(monkeypatch):
     bed = Bed([5])
     monkeypatch.setattr(runner_module, "USUAL_LENGTH", 9)
