@@ -243,13 +243,14 @@ def measure(args: argparse.Namespace, save: Callable[[dict], None]) -> None:
             done = length
         pages = work.spread(requests, length)
         row = {"requests": requests, "context": length}
-        # Capturing gives back what nobody holds, so that has to be gone before.
+        # What nobody holds, here and behind the steps, is none of the graph's.
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info()[0]
         times = work.step_ms(work.replaying, pages, length)
         row["ms"] = round(work.ahead_ms(pages, length), 3)
         row["alone_ms"], row["replay_ms"] = (round(ms, 3) for ms in times)
         # The graph of this shape, its inputs, and what the pool of all graphs grew by.
+        torch.cuda.empty_cache()
         row["graph_mib"] = round((free - torch.cuda.mem_get_info()[0]) / 2**20, 1)
         if requests in args.eager:
             row["eager_ms"] = round(work.step_ms(work.eager, pages, length)[0], 3)
