@@ -20,10 +20,11 @@ import dataclasses
 import logging
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -167,10 +168,27 @@ def _serve(config: ServerConfig) -> int:
 async def _served(config: ServerConfig, say: Callable[[str], None]) -> int:
     # The engine begins with importing torch, which takes the longest: what serves is imported
     # beside it.
-    with contextlib.closing(EngineProcess.start(config.engine)) as engine:
+    with (
+        _watching_signals() as signals,
+        contextlib.closing(EngineProcess.start(config.engine)) as engine,
+    ):
         from .serving import Serving  # noqa: PLC0415 - see above
 
-        return await Serving(config, say, engine).run()
+        return await Serving(config, say, engine, signals).run()
+
+
+@contextlib.contextmanager
+def _watching_signals() -> Iterator[asyncio.Queue[int]]:
+    """Signals that ask to leave, from before there is an engine until after it has ended."""
+    loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
+    signals: asyncio.Queue[int] = asyncio.Queue()
+    for number in numbers:
+        loop.add_signal_handler(number, signals.put_nowait, number)
+    try:
+        yield signals
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
 
 
 def _with_checkpoint(config: ServerConfig) -> ServerConfig:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -84,13 +83,18 @@ class _Listener(uvicorn.Server):
 
 
 class Serving:
-    """One run of a server over an engine that was started; `run` returns the exit code."""
+    """One run of a server over an engine that was started; `run` returns the exit code.
 
-    def __init__(self, config: ServerConfig, say: Say, engine: EngineProcess) -> None:
+    signals: those that have come and will come, each of which asks to leave.
+    """
+
+    def __init__(
+        self, config: ServerConfig, say: Say, engine: EngineProcess, signals: asyncio.Queue[int]
+    ) -> None:
         self._config = config
         self._say = say
         self._engine = engine
-        self._signals: asyncio.Queue[int] = asyncio.Queue()
+        self._signals = signals
         self._stages = StartStages()
 
     async def run(self) -> int:
@@ -101,7 +105,7 @@ class Serving:
         with _refusing(is_setting=True):
             keyring = read_keyring(config.api_key, config.api_key_file)
             tracing = connect_tracing(config.otlp_traces_endpoint)
-        with bind(config.host, config.port) as sock, self._watching_signals():
+        with bind(config.host, config.port) as sock:
             client = EngineClient(
                 self._engine, config.heartbeat_seconds, config.engine.hang_timeout
             )
@@ -216,18 +220,6 @@ class Serving:
         if not serving.done():
             serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
-
-    @contextlib.contextmanager
-    def _watching_signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        for number in numbers:
-            loop.add_signal_handler(number, self._signals.put_nowait, number)
-        try:
-            yield
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
 
 
 async def _until_idle(service: Service) -> None:

@@ -56,14 +56,17 @@ class ServerProcess:
     @property
     def engine_pid(self) -> int:
         """The child that runs the model."""
+        (found,) = self.engine_pids()
+        return found
+
+    def engine_pids(self) -> list[int]:
+        """None before the engine is started."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        found = [
+        return [
             int(pid)
             for pid in children.split()
             if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
         ]
-        assert len(found) == 1
-        return found[0]
 
     def said(self, start: str) -> str:
         """The line of stdout that begins like this; empty if there is none."""

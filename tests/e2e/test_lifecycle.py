@@ -92,6 +92,18 @@ def test_ops_07_sigterm_lets_streams_finish(start):
     assert not [line for line in server.errors if not line.startswith("INFO: ")]
 
 
+def test_a_signal_beside_the_import_of_what_serves_ends_the_start(start):
+    server = start(wait_ready=False)
+    end = time.monotonic() + PATIENCE
+    while not (engines := server.engine_pids()):
+        assert time.monotonic() < end and server.process.poll() is None
+        time.sleep(0.005)
+    assert server.stop() == 1
+    assert server.lines == ["stopped before the model was loaded"]
+    assert not server.errors
+    assert not any(Path(f"/proc/{pid}").exists() for pid in engines)
+
+
 def test_ops_09_the_drain_has_a_cap(start):
     server = start("--drain-seconds", "0.3")
     streams = [Stream(server.url, max_tokens=500) for _ in range(12)]
