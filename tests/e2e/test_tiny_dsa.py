@@ -2,17 +2,23 @@
 
 import json
 import random
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import httpx
 import openai
 import pydantic
 import pytest
 from server_process import ServerProcess
 
 pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
 
 
 class Pet(pydantic.BaseModel):
@@ -94,6 +100,28 @@ def test_it_answers_as_its_card_says(tiny, question, answer):
     choice = ask(tiny, question)
     assert choice.message.content == answer
     assert choice.finish_reason == "stop"
+
+
+def test_the_readmes_first_request_is_answered_as_it_says(tiny):
+    (body,) = re.findall(r"curl \S+/v1/chat/completions .*?-d '(.*?)'\n", README, re.DOTALL)
+    answer = httpx.post(f"{tiny.base_url}chat/completions", json=json.loads(body)).json()
+    told = '"content":' + json.dumps(answer["choices"][0]["message"]["content"])
+    assert told in README and '"completion_tokens":9' in README
+    assert answer["usage"]["completion_tokens"] == 9
+
+
+@pytest.mark.parametrize(
+    ("library", "printed"),
+    [("openai", "Mira"), ("anthropic", "The capital of Norway is Oslo."), ("minidsa", "length")],
+)
+def test_the_readmes_scripts_run(tiny, library, printed):
+    """As they stand there, but for the address."""
+    scripts = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (script,) = (s for s in scripts if s.startswith(f"from {library}"))
+    address = f"{tiny.base_url.host}:{tiny.base_url.port}"
+    command = [sys.executable, "-c", script.replace("127.0.0.1:8000", address)]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    assert printed in done.stdout
 
 
 def test_it_writes_json(tiny):

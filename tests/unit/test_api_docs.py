@@ -33,6 +33,14 @@ def test_every_field_is_in_the_docs(model: type[BaseModel]):
     assert fields - NAMES == set()
 
 
+@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md", "docs/api.md", "docs/clients.md"])
+def test_prose_stays_within_a_hundred_columns(name):
+    """Tables and code have lines as long as they need."""
+    prose = re.sub(r"```.*?```", "", (DOCS.parents[1] / name).read_text(), flags=re.DOTALL)
+    wide = [line for line in prose.splitlines() if len(line) > 100 and not line.startswith("|")]
+    assert wide == []
+
+
 async def test_every_route_is_in_the_docs_and_in_the_openapi_document():
     async with serving() as bed:
         document = json.loads((await bed.client.get("/openapi.json")).content)
