@@ -4,8 +4,11 @@ The engine's settings are a part of it, so that one file and one list of flags d
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from .engine import EngineConfig
+
+ChatFormatChoice = Literal["auto", "deepseek_v32", "jinja"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,9 @@ class ServerConfig:
     """0: any free port; the ready line names it."""
     served_model_name: str | None = None
     """The name in requests and answers; the name of the checkpoint's folder when not given."""
+    chat_format: ChatFormatChoice = "auto"
+    """How chats are encoded and answers read; auto: the checkpoint's template, or the one built in
+    for its model type."""
     api_key: str | None = None
     """Asked of every route but health and version; no key is asked when not given."""
     api_key_file: str | None = None

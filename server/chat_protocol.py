@@ -249,6 +249,9 @@ class ChatRequest(ChatPromptFields, GenerationRequest):
         {
             **NEUTRAL,
             "echo": (False,),
+            "suffix": ("",),
+            "functions": ([],),
+            "function_call": ("none",),
             "add_special_tokens": (False,),
             "modalities": (["text"],),
             "verbosity": ("medium",),

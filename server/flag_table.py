@@ -57,6 +57,7 @@ GROUPS: tuple[Group, ...] = (
     (
         "model and machine",
         (
+            Flag("--chat-format", "chat_format", "how chats are encoded and answers are read"),
             Flag(
                 "--load-format",
                 "engine.load_format",

@@ -128,7 +128,7 @@ class Serving:
         plan = await client.plan()
         self._stages.end("checks")
         with _refusing():
-            text = TextSide.fit(files, plan)
+            text = TextSide.fit(files, plan, self._config.chat_format)
         for line in plan.lines:
             self._say(line)
         info = await client.load()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from ..configs.engine_info import StartPlan
+from ..configs.server import ChatFormatChoice
 from .chat_formats import ChatFormat, choose_format
 from .sampling import SamplingDefaults, read_defaults
 from .tokenizer import Tokenizer
@@ -41,10 +42,15 @@ class TextSide:
     notes: tuple[str, ...]
 
     @classmethod
-    def fit(cls, files: TextFiles, plan: StartPlan) -> Self:
-        """Raises ValueError where the files do not fit the model."""
+    def fit(cls, files: TextFiles, plan: StartPlan, wanted: ChatFormatChoice = "auto") -> Self:
+        """Raises ValueError where the files do not fit the model, or the wanted format them."""
         files.tokenizer.check_vocab(plan.vocab_size)
-        choice = choose_format(plan.model_type, files.directory, files.tokenizer)
+        choice = choose_format(
+            plan.model_type,
+            files.directory,
+            files.tokenizer,
+            None if wanted == "auto" else wanted,
+        )
         if choice is None:
             notes = ["chat is refused: the checkpoint has no chat format"]
         else:

@@ -25,6 +25,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "length_penalty": (1, 1.0),
         "early_stopping": (False,),
         "return_tokens_as_token_ids": (False,),
+        "return_hidden_states": (False,),
+        "bad_words": ([],),
+        "logits_processors": ([],),
     }
 )
 MAX_PROBLEMS = 10

@@ -38,9 +38,11 @@ def test_named_flags_reach_their_settings():
     config = settings(
         "folder", "--port", "9", "--max-num-seqs", "3", "--max-num-batched-tokens=64",
         "--dtype", "float32", "--seed", "7", "--served-model-name", "123",
+        "--chat-format", "jinja",
     )  # fmt: skip
     assert config.engine.model == "folder"
     assert (config.port, config.served_model_name) == (9, "123")
+    assert config.chat_format == "jinja"
     assert config.engine.scheduler.max_num_seqs == 3
     assert config.engine.scheduler.max_num_batched_tokens == 64
     assert (config.engine.dtype, config.engine.seed) == ("float32", 7)

@@ -105,12 +105,16 @@ def test_api_24_harmless_fields_pass_and_unknown_ones_are_named():
         "user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto",
         "safety_identifier": "s", "prompt_cache_key": "k", "use_beam_search": False,
         "length_penalty": 1.0, "priority": 0, "response_format": {"type": "text"},
+        "return_hidden_states": False, "bad_words": [], "logits_processors": [],
     }  # fmt: skip
     assert completion(**harmless) == completion()
+    of_chats = {"suffix": "", "functions": [], "function_call": "none", "echo": False}
+    assert chat(**harmless, **of_chats) == chat()
     for name, value in (
         ("guided_foo", "x"), ("extra_body", {}), ("store", True), ("service_tier", "flex"),
         ("use_beam_search", True), ("length_penalty", 2), ("use_beam_search", 0),
         ("chat_template", "x"), ("documents", []), ("truncate", 1),
+        ("bad_words", ["x"]), ("return_hidden_states", True),
     ):  # fmt: skip
         for make in (completion, chat):
             error = refusal(make, **{name: value})

@@ -40,6 +40,17 @@ def test_files_that_fit(folder):
     assert side.chat_format is not None and side.chat_format.name == "deepseek_v32"
 
 
+def test_http_02_the_chat_format_that_is_asked_for(folder):
+    other = StartPlan("deepseek_v3", 512, [])
+    files = TextFiles.read(folder)
+    assert TextSide.fit(files, other).chat_format is None
+    side = TextSide.fit(files, other, "deepseek_v32")
+    assert side.chat_format is not None and side.chat_format.name == "deepseek_v32"
+    assert "warning: deepseek_v3 was not trained on this format" in side.notes
+    with pytest.raises(ValueError, match="jinja: the checkpoint has no chat template"):
+        TextSide.fit(files, other, "jinja")
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
