@@ -5,6 +5,7 @@
 import sys
 
 import openai
+import pydantic
 
 client = openai.OpenAI(base_url=f"{sys.argv[1]}/v1", api_key="EMPTY", max_retries=0)
 model = client.models.list().data[0].id
@@ -20,6 +21,18 @@ raw = client.chat.completions.with_raw_response.create(model=model, messages=mes
 assert raw.headers["x-request-id"] and len(raw.parse().choices) == 2
 whole = client.completions.create(model=model, prompt="Once", max_tokens=5, logprobs=2, echo=True)
 assert whole.choices[0].text.startswith("Once") and whole.choices[0].logprobs.token_logprobs
+
+
+class Town(pydantic.BaseModel):
+    """What the client makes a strict schema of."""
+
+    name: str = pydantic.Field(max_length=12)
+    people: int = pydantic.Field(ge=0, le=999)
+
+
+asked = [{"role": "user", "content": "Write a JSON object about a town"}]
+parsed = client.chat.completions.parse(model=model, messages=asked, seed=5, response_format=Town)
+assert isinstance(parsed.choices[0].message.parsed, Town), parsed
 response = client.responses.create(model=model, input=messages, temperature=0)
 assert response.output_text == text
 with client.responses.stream(model=model, input=messages, temperature=0) as events:
