@@ -61,10 +61,11 @@ class DecodeGraphs:
         return tuple(self._captured)
 
     def prepare(self, requests: int, width: int, lengths: Sequence[int]) -> Iterator[str]:
-        """Capture what so many requests need, `width` tokens each, when they have these lengths.
+        """Capture what so many greedy requests need, `width` tokens each, of these lengths.
 
-        Says what comes next. Other lengths are captured as they come up; their kernels are then
-        compiled, which takes longest. Ends early where as many are there as are kept.
+        Says what comes next. Other lengths and other sampling are captured as they come up; kernels
+        for them are then compiled, which takes longest. Ends early where as many are there as are
+        kept.
         """
         sizes = SIZES[: 1 + bisect_left(SIZES, min(requests, LARGEST_REPLAYED))]
         for size, length in product(sizes, (n for n in lengths if n >= width)):
