@@ -213,6 +213,10 @@ class FakeLoaded:
     info: EngineInfo
     selection: SelectionCounts | None = None
 
+    def prepare(self, alive: Callable[[], None]) -> None:
+        """Steps need nothing but the runner."""
+        alive()
+
 
 @dataclass(frozen=True)
 class FakeTarget:
