@@ -180,5 +180,5 @@ def choose_format(
         reason = "asked for" if wanted else "the checkpoint brings a chat template"
         return FormatChoice(JinjaFormat(template), reason)
     if wanted == "jinja":
-        raise ValueError("chat format jinja: the checkpoint has no chat template")
+        raise ValueError("the checkpoint has no chat template")
     return None

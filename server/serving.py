@@ -19,6 +19,7 @@ import uvicorn
 
 from ..configs.engine_info import EngineInfo
 from ..configs.server import ServerConfig
+from ..configs.setting_error import SettingError
 from ..scheduler.process import EngineProcess
 from .activity import report_activity
 from .app import create_app
@@ -237,7 +238,7 @@ def _refusing(is_setting: bool = False) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise StartFailed(str(error), is_setting) from None
+        raise StartFailed(str(error), is_setting or isinstance(error, SettingError)) from None
 
 
 def make_service(

@@ -10,6 +10,7 @@ from typing import Self
 
 from ..configs.engine_info import StartPlan
 from ..configs.server import ChatFormatChoice
+from ..configs.setting_error import SettingError
 from .chat_formats import ChatFormat, choose_format
 from .sampling import SamplingDefaults, read_defaults
 from .tokenizer import Tokenizer
@@ -43,14 +44,17 @@ class TextSide:
 
     @classmethod
     def fit(cls, files: TextFiles, plan: StartPlan, wanted: ChatFormatChoice = "auto") -> Self:
-        """Raises ValueError where the files do not fit the model, or the wanted format them."""
+        """Raises ValueError where the files do not fit the model, SettingError where the wanted
+        format does not fit them."""
         files.tokenizer.check_vocab(plan.vocab_size)
-        choice = choose_format(
-            plan.model_type,
-            files.directory,
-            files.tokenizer,
-            None if wanted == "auto" else wanted,
-        )
+        source = plan.model_type, files.directory, files.tokenizer
+        if wanted == "auto":
+            choice = choose_format(*source)
+        else:
+            try:
+                choice = choose_format(*source, wanted)
+            except ValueError as error:
+                raise SettingError(f"chat_format {wanted}: {error}") from None
         if choice is None:
             notes = ["chat is refused: the checkpoint has no chat format"]
         else:

@@ -221,8 +221,8 @@ def test_a_setting_that_cannot_be_obeyed_is_one_line_and_code_2(checkpoint, sett
 
 def test_http_02_a_chat_format_that_cannot_work_is_refused_before_weights_are_read(checkpoint):
     code, lines = refuse("serve", str(checkpoint), "--port", "0", "--chat-format", "jinja")
-    assert code == 1
-    assert lines == ["minidsa: chat format jinja: the checkpoint has no chat template"]
+    assert code == 2
+    assert lines == ["minidsa: chat_format jinja: the checkpoint has no chat template"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from minidsa.configs.engine_info import StartPlan
+from minidsa.configs.setting_error import SettingError
 from minidsa.model.small_tokenizer import write_tokenizer
 from minidsa.server.sampling import SamplingDefaults
 from minidsa.server.text_side import TextFiles, TextSide
@@ -47,7 +48,7 @@ def test_http_02_the_chat_format_that_is_asked_for(folder):
     side = TextSide.fit(files, other, "deepseek_v32")
     assert side.chat_format is not None and side.chat_format.name == "deepseek_v32"
     assert "warning: deepseek_v3 was not trained on this format" in side.notes
-    with pytest.raises(ValueError, match="jinja: the checkpoint has no chat template"):
+    with pytest.raises(SettingError, match="jinja: the checkpoint has no chat template"):
         TextSide.fit(files, other, "jinja")
 
 
