@@ -21,7 +21,9 @@ class MlaLayer:
 
     `w_uk_HNC` and `w_uv_HVC` are the two halves of `kv_b_proj`, head-major. `scale` multiplies
     q.k before the softmax (YaRN's correction included) and is the same in both forms. Where W_UK
-    and the scale are a part of the model's own projection, N is 0: queries come absorbed.
+    and the scale are a part of the model's own projection, N is 0: queries come absorbed. Where
+    W_UV is a part of the projection behind attention, V is 0: attended latents are returned as they
+    are, [T, H, C].
     """
 
     index: int
@@ -45,7 +47,8 @@ class IndexQuery:
 class Query:
     """Queries of T consecutive tokens of a step; the rope part is rotated.
 
-    Absorbed queries have C elements in place of N, and the softmax scale in both parts.
+    Absorbed queries stand whole in nope_THN, C + R elements with the softmax scale, and rope_THR is
+    empty.
     """
 
     nope_THN: Tensor

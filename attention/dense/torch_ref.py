@@ -112,7 +112,7 @@ class TorchDenseBackend:
         q.require(part.part.num_tokens, self.storage.dtype)
         heads, _, latent_width = layer.w_uk_HNC.shape
         if not len(q.nope_THN):
-            return q.nope_THN.new_empty(0, *layer.w_uv_HVC.shape[:2])
+            return unabsorb(q.nope_THN.new_empty(0, heads, latent_width), layer.w_uv_HVC)
         q_THX = absorbed_query(q.nope_THN, q.rope_THR, layer.w_uk_HNC, layer.scale)
         # A query's scores, their softmax, and a sum for each block of its keys.
         per_query = heads * (2 + -(-latent_width // BLOCK))

@@ -31,16 +31,21 @@ def absorbed_query(nope_THN: Tensor, rope_THR: Tensor, w_uk_HNC: Tensor, scale: 
     """scale * (W_UK,h^T q_h, rope_h): queries against latent rows, [T, H, C + R].
 
     scale is (N + R)^-0.5 and YaRN's correction, not (C + R)^-0.5. Any float dtype, kept. With an
-    empty w_uk_HNC (N = 0) the parts are absorbed and scaled already, and are joined alone.
+    empty w_uk_HNC nope_THN is the result already, whole and scaled.
     """
     if not w_uk_HNC.shape[1]:
-        return torch.cat((nope_THN, rope_THR), dim=-1)
+        return nope_THN
     latent_HTC = _per_head(nope_THN, w_uk_HNC)
     return torch.cat((latent_HTC.transpose(0, 1), rope_THR), dim=-1).mul_(scale)
 
 
 def unabsorb(latent_THC: Tensor, w_uv_HVC: Tensor) -> Tensor:
-    """Attended latents moved out to values: W_UV,h latent_h, [T, H, V]."""
+    """Attended latents moved out to values: W_UV,h latent_h, [T, H, V].
+
+    With an empty w_uv_HVC they stay latents, [T, H, C].
+    """
+    if not w_uv_HVC.shape[1]:
+        return latent_THC
     return _per_head(latent_THC, w_uv_HVC.transpose(1, 2)).transpose(0, 1)
 
 

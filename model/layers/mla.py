@@ -4,7 +4,8 @@ One fused projection, `down`, makes the query latent, the key-value latent, the 
 and the index key from the layer's input; `up` makes the heads' queries from the query latent.
 Without a query latent `down` begins with the heads' queries themselves. The backend decides whether
 to attend over latents (absorbed) or expanded keys. Packed for a CPU, `up` may make absorbed queries
-itself, and those of the indexer: what costs there is the number of operations.
+itself, and those of the indexer, and `out` may take attended latents: what costs there is the
+number of operations.
 """
 
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from .fp8 import Fp8Linear
 from .indexer import Indexer
 from .linear import CHEAP_TO_GATHER, Allocator, Linear
 from .norm import LATENT_EPS, RmsNorm
-from .products import packs
+from .products import LONGEST_CHAIN, packs
 from .rope import rotate_
 
 
@@ -103,12 +104,26 @@ class Mla:
     def pack(self) -> None:
         """Pack the two projections, with all that can be a part of them."""
         if packs(self.down.weight_ED):
+            self._join_values()
             if self.indexer is not None:
                 self._join_index_weights(self.indexer)
             if isinstance(self.up, Linear):
                 self._join_queries(self.up, self.indexer)
                 self.up.pack()
         self.down.pack()
+
+    def _join_values(self) -> None:
+        """Where it stays small, W_UV becomes a part of `out`, which then takes attended latents."""
+        heads, columns = self.config.num_heads, self.config.num_heads * self.config.kv_lora_rank
+        if not isinstance(self.out, Linear) or columns > LONGEST_CHAIN:
+            return
+        if len(self.out.weight_ED) * columns > CHEAP_TO_GATHER:
+            return
+        w_uv_HVC = self.layer.w_uv_HVC
+        out_EHV = self.out.weight_ED.unflatten(1, (heads, -1)).double()
+        joined_EHC = torch.einsum("ehv,hvc->ehc", out_EHV, w_uv_HVC.double())
+        self.out.weight_ED = joined_EHC.flatten(1).to(self.out.weight_ED.dtype)
+        self.layer = replace(self.layer, w_uv_HVC=w_uv_HVC[:, :0])
 
     def _join_index_weights(self, indexer: Indexer) -> None:
         """Head weights of the indexer, scaled, become rows of `down`."""
@@ -199,6 +214,8 @@ class Mla:
                 heads_TE = indexer.up(latent_TQ)
             weights_Tn = self._index_weights(indexer, x_TD, down_TE)
             index = indexer.queries(heads_TE, weights_Tn, rows.angles_TR)
+        if not self.layer.w_uk_HNC.shape[1]:
+            return Query(q_THX, rope_THR.narrow(2, 0, 0), index)
         return Query(nope_THN, rope_THR, index)
 
     def _index_weights(self, indexer: Indexer, x_TD: Tensor, down_TE: Tensor) -> Tensor:

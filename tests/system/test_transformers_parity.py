@@ -55,6 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
     "v3": V3 | {"rms_norm_eps": 1e-3},
     "v3-no-q-lora-yarn": V3 | {"q_lora_rank": None, "rope_parameters": YARN},
     "v3-half-split": V3 | {"rope_interleave": False, "norm_topk_prob": False},
+    "v3-wide-latent": V3 | {"kv_lora_rank": 160},
 }
 
 
@@ -127,6 +128,12 @@ def expected(name: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
     for hook in hooks:
         hook.remove()
     return logits.log_softmax(-1), selections
+
+
+@pytest.mark.parametrize(("name", "values"), [("v32", 0), ("v3-wide-latent", 16)])
+def test_values_become_a_part_of_the_projection_where_that_stays_small(name, values):
+    for layer in pair(name).model.layers:
+        assert layer.attention.layer.w_uv_HVC.shape[1] == values
 
 
 class Selections:
