@@ -3,6 +3,7 @@
 The same for all layers, hence made once a step.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,33 +46,28 @@ class RequestSlots:
         offsets_P = torch.arange(self.page_size, device=device)
         table_BPP = self.table_BL[:, : self._reach].unflatten(1, (-1, self.page_size))
         torch.add(table_BP.unsqueeze(-1) * self.page_size, offsets_P, out=table_BPP)
-        if len(set(part.kv_lens)) > 1 or part.longest < width:
-            lengths_B1 = torch.tensor(part.kv_lens, device=device).unsqueeze(1)
-            beyond_BL = torch.arange(width, device=device) >= lengths_B1
-            first_B1 = self.table_BL[:, :1].clone()
-            torch.where(beyond_BL, first_B1, self.table_BL, out=self.table_BL)
-        self._runs = self._find_runs(part)
+        self._part = part
+        if len(set(part.kv_lens)) == 1:
+            self.table_BL[:, max(1, part.longest) :] = self.table_BL[:, :1]
+            return
+        lengths_B1 = torch.tensor(part.kv_lens, device=device).unsqueeze(1)
+        beyond_BL = torch.arange(width, device=device) >= lengths_B1
+        first_B1 = self.table_BL[:, :1].clone()
+        torch.where(beyond_BL, first_B1, self.table_BL, out=self.table_BL)
 
-    def _find_runs(self, part: Part) -> list[list[int]]:
-        """For each request, where runs of consecutive pages begin (in pages).
+    def _runs(self, request: int) -> list[int]:
+        """Where runs of consecutive pages of a request begin (in pages).
 
         [] for scattered pages, and where the table is not on the host: a look at it would wait for
         the device.
         """
-        table_BP = part.block_table_BP
-        counts = [-(-length // self.page_size) for length in part.kv_lens]
+        table_BP = self._part.block_table_BP
         if table_BP.device.type != "cpu":
-            return [[] for _ in counts]
-        last_B1 = torch.tensor(counts).unsqueeze(1) - 1
-        breaks_BP = table_BP.diff(dim=1) != 1
-        breaks_BP &= torch.arange(breaks_BP.shape[1]) < last_B1
-        # More breaks than that leave no run worth looking for, and would take long to list.
-        scattered_B1 = 2 * breaks_BP.sum(dim=1, keepdim=True) > last_B1
-        breaks_BP &= ~scattered_B1
-        runs = [[] if is_scattered else [0] for [is_scattered] in scattered_B1.tolist()]
-        for request, page in breaks_BP.nonzero().tolist():
-            runs[request].append(page + 1)
-        return runs
+            return []
+        count = -(-self._part.kv_lens[request] // self.page_size)
+        breaks = np.flatnonzero(np.diff(table_BP.numpy()[request, :count]) != 1) + 1
+        # More breaks than that leave no run worth looking for.
+        return [] if 2 * len(breaks) > count - 1 else [0, *breaks.tolist()]
 
     def has_long_run(self, request: int, length: int) -> bool:
         return any(is_run for _, _, is_run in self._spans(request, length))
@@ -88,7 +84,7 @@ class RequestSlots:
 
     def _spans(self, request: int, length: int) -> list[tuple[int, int, bool]]:
         """Positions first..stop-1 of each piece, and whether it is a long run."""
-        size, starts = self.page_size, self._runs[request]
+        size, starts = self.page_size, self._runs(request)
         spans: list[tuple[int, int, bool]] = []
         if not starts:
             return [(0, length, False)]

@@ -215,7 +215,7 @@ class ModelRunner:
             logits_NV = self.model.logits(replayed.hidden_TD[to_tensor(rows, self.device)])
             tokens = sample(logits_NV, _sample_inputs(chosen))
             # A sum is finite only if every term is: one small reduction guards every row.
-            finite = logits_NV.sum(dim=-1).isfinite().tolist()
+            finite = [math.isfinite(total) for total in logits_NV.sum(dim=-1).tolist()]
         for sequence, output, first in chosen:
             stop = first + 1 + num_accepted(sequence.draft_ids, tokens[first:])
             if not all(finite[first:stop]):

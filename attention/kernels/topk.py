@@ -48,11 +48,13 @@ def top_k_of_many(scores_TL: Tensor, visible_T: Tensor, k: int) -> Tensor:
     # Row by row, and by ascending position within a row. NaN reaches nothing, not even itself.
     places_X2 = (scores_TL >= threshold_T1).nonzero()
     if len(places_X2) == rows * k:
-        row_X, position_X = places_X2.unbind(1)
+        row_TK, position_TK = places_X2.view(rows, k, 2).unbind(2)
         # As many in all may still be more in one row and fewer in another.
-        rows_T1 = torch.arange(rows, device=row_X.device).unsqueeze(1)
-        if rows == 1 or bool((row_X.view(rows, k) == rows_T1).all()):
-            return position_X.view(rows, k)
+        if rows == 1:
+            return position_TK
+        rows_T1 = torch.arange(rows, device=row_TK.device).unsqueeze(1)
+        if bool((row_TK == rows_T1).all()):
+            return position_TK
     return top_k(scores_TL, visible_T, k)[0]
 
 
