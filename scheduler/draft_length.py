@@ -20,7 +20,7 @@ LONGEST_START = 2
 """Where the search begins for a single request; batches twice as large begin one draft lower."""
 RECENT_TIMES = 15
 """Steps of a kind that its time is the median of: one that was disturbed does not count."""
-RECENT = 0.05
+RECENT = 0.01
 """Weight of the newest draft in the running mean of many."""
 WORTH = 1.02
 """A draft more has to make a step better by so much: less than that is noise."""
