@@ -16,13 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import ceil_div, jit, power_of_two
-from .topk_search import count_steps, keys_of, likely_range, new_counters, step_of_threshold
+from .topk_search import FEW, count_steps, keys_of, likely_range, new_counters, step_of_threshold
 from .topk_write import PagedSlots, store_some, write, write_all, write_exactly
 
 # Candidates of a part lie in groups of so many places.
 GROUP: tl.constexpr = tl.constexpr(32)
-# As many candidates may share the threshold's step.
-FEW: tl.constexpr = tl.constexpr(64)
 # Around what orders any score.
 LOWEST: tl.constexpr = tl.constexpr(-(2**63))
 HIGHEST: tl.constexpr = tl.constexpr(2**63 - 1)

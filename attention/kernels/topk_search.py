@@ -19,6 +19,8 @@ from .launch import jit
 
 # Steps, the first of which holds all that lies below the range and is not counted.
 STEPS: tl.constexpr = tl.constexpr(2048)
+# As many scores may share the threshold's step; a row with more is read in another way.
+FEW: tl.constexpr = tl.constexpr(64)
 # Two counters' sums in one integer.
 HALF: tl.constexpr = tl.constexpr(1 << 16)
 
