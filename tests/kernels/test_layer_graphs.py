@@ -24,7 +24,7 @@ from minidsa.model.layer_graphs import SIZES, LayerGraphs
 from minidsa.model.loader import load_model
 from minidsa.model.runner import ModelRunner
 from minidsa.model.sequence import SampleInput, SequenceInput
-from minidsa.model.step_memory import LARGEST_CHUNK
+from minidsa.model.step_memory import LARGEST_CHUNK, MOST_CHUNKS
 from stepper import new_storage
 
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
@@ -125,6 +125,8 @@ def test_longer_steps_run_eagerly():
     bed.step([(1, 0, 80)])
     assert bed.graphs.captured == ((80, True),)
     assert SIZES[-1] == LARGEST_CHUNK and list(SIZES) == sorted(set(SIZES))
+    # What the memory plan counts with: each with selections and without.
+    assert 2 * len(SIZES) == MOST_CHUNKS
 
 
 @pytest.mark.parametrize("length", [9, 33])
