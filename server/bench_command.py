@@ -8,10 +8,12 @@ of a token behind the first, E2E the whole answer. Goodput counts the answers wi
 
 import math
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from .http_client import CallFailed, ServerAddress
@@ -59,19 +61,36 @@ def bench(address: ServerAddress, load: Load, say: Callable[[str], None]) -> dic
     ]
     at_once = load.num_requests if load.rate is not None else load.concurrency
     start = time.perf_counter()
-    with ThreadPoolExecutor(at_once) as pool:
-        running = []
-        for prompt in prompts:
-            if load.rate is not None:
-                time.sleep(draw.expovariate(load.rate))
-            running.append(pool.submit(_ask, address, prompt, load.max_tokens))
-        timings = [each.result() for each in running]
+    free = threading.Semaphore(at_once)
+    running = []
+    for prompt in prompts:
+        if load.rate is not None:
+            time.sleep(draw.expovariate(load.rate))
+        free.acquire()
+        running.append(_in_thread(partial(_ask, address, prompt, load.max_tokens), free.release))
+    timings = [each.result() for each in running]
     report = summary(timings, time.perf_counter() - start, load)
     if report["completed"] == 0:
         raise CallFailed(f"every request failed; the first: {timings[0].error}")
     for line in shown(report):
         say(line)
     return report
+
+
+def _in_thread(work: Callable[[], Timing], done: Callable[[], None]) -> "Future[Timing]":
+    """What `work` returns or raises; its thread does not hold up a user who interrupts the run."""
+    future: Future[Timing] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+        finally:
+            done()
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def _ask(address: ServerAddress, prompt: str, max_tokens: int) -> Timing:
@@ -102,6 +121,8 @@ def _ask(address: ServerAddress, prompt: str, max_tokens: int) -> Timing:
             timing.ttft = timing.e2e  # a text of nothing is told of at its end
     except CallFailed as error:
         timing.error = str(error)
+    except (KeyError, TypeError, AttributeError) as error:
+        timing.error = f"an event of the stream is no completion's: {error!r}"
     return timing
 
 

@@ -4,7 +4,11 @@ A spawned child imports the main module of its parent again before it begins. Wh
 takes a second of processor time to import, and an engine needs none of it.
 """
 
+import sys
 from collections.abc import Sequence
+
+INTERRUPTED = 130
+"""The exit code of a command that Ctrl-C ended, as shells have it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -12,9 +16,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Always raises SystemExit.
     """
-    from .commands import run  # noqa: PLC0415 - for the parent alone
+    try:
+        from .commands import run  # noqa: PLC0415 - for the parent alone
 
-    run(arguments)
+        run(arguments)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

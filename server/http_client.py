@@ -54,8 +54,11 @@ class ServerAddress:
                     is_whole = True
                 elif line.startswith(b"data: "):
                     event = json.loads(line[6:])
-                    if "error" in event:
-                        raise CallFailed(str(event["error"]["message"]))
+                    if not isinstance(event, dict):
+                        raise ValueError("an event of the stream is no JSON object")
+                    if (error := event.get("error")) is not None:
+                        is_described = isinstance(error, dict) and "message" in error
+                        raise CallFailed(str(error["message"] if is_described else error))
                     yield event
             if not is_whole:
                 raise CallFailed("the stream ended before its [DONE]")

@@ -57,7 +57,6 @@ _WATCHED = ("engine.hang_timeout", "engine.load_timeout", "engine.warm_up_timeou
 # `plan` takes the command line of `serve` as it is, and counts what its engine would hold.
 _UNUSED = (("generate", _SERVED), ("verify", (*_SERVED, *_WATCHED)), ("plan", ()))
 DEFAULT_MAX_TOKENS = 128
-INTERRUPTED = 130
 
 
 def add_generate_flags(parser: argparse.ArgumentParser) -> None:
@@ -141,8 +140,6 @@ def run_generate(parsed: argparse.Namespace, config: ServerConfig) -> int:
         _write("\n")
     except ApiError as error:
         raise (UsageError if error.status < 500 else StartFailed)(error.message) from None
-    except KeyboardInterrupt:
-        return INTERRUPTED
     except BrokenPipeError:
         # Whoever reads has enough; what is still buffered must not fail once more at the exit.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - lives until the process ends

@@ -2,6 +2,9 @@
 
 import json
 import math
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,12 +19,13 @@ from minidsa.server.bench_plot import plot
 from minidsa.server.chat_command import Terminal, chat
 from minidsa.server.cli import main
 from minidsa.server.http_client import CallFailed, ServerAddress
+from patience import PATIENCE
 
 Reply = Callable[[dict[str, Any]], tuple[int, bytes]]
 USAGE = {"prompt_tokens": 3, "completion_tokens": 4}
 
 
-def stream_of(*events: dict[str, Any], done: bool = True) -> bytes:
+def stream_of(*events: object, done: bool = True) -> bytes:
     lines = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
     # Comment lines are for proxies; a client passes over them.
     return b": still here\n\n" + lines + (b"data: [DONE]\n\n" if done else b"")
@@ -137,6 +141,47 @@ def test_bench_counts_failures_and_refuses_a_run_of_nothing_else():
     assert report["errors"] == ["HTTP 500: oops"]
     with answering(lambda body: (500, b"oops")) as (address, _), pytest.raises(CallFailed):
         bench(address, Load(num_requests=2), lambda line: None)
+
+
+@pytest.mark.parametrize("rate", [(), ("--rate", "500")])
+def test_an_interrupted_bench_leaves_at_once_and_says_nothing(rate):
+    seen, released = threading.Event(), threading.Event()
+
+    def silent(body: dict[str, Any]) -> tuple[int, bytes]:
+        seen.set()
+        released.wait(PATIENCE)
+        return 200, b""
+
+    with answering(silent) as (address, _):
+        command = (sys.executable, "-m", "minidsa.server.cli", "bench", "--url", address.url, *rate)
+        bench = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        try:
+            assert seen.wait(PATIENCE)
+            bench.send_signal(signal.SIGINT)
+            _, errors = bench.communicate(timeout=PATIENCE / 2)
+        finally:
+            bench.kill()
+            released.set()
+    assert (bench.returncode, errors) == (130, "")
+
+
+@pytest.mark.parametrize(
+    ("event", "words"),
+    [
+        ({"error": {"message": "it broke"}}, "it broke"),
+        ({"error": "it broke"}, "it broke"),
+        ([1], "no JSON object"),
+        ({"id": "x"}, "no completion's: KeyError"),
+        ({"choices": [{"delta": {}}]}, "no completion's: KeyError"),
+        ({"choices": None}, "no completion's: TypeError"),
+    ],
+)
+def test_events_of_another_shape_are_told_in_one_line(event, words):
+    with (
+        answering(lambda body: (200, stream_of(event))) as (address, _),
+        pytest.raises(CallFailed, match=words),
+    ):
+        bench(address, Load(num_requests=1), lambda line: None)
 
 
 def test_percentiles_are_times_that_were_measured_and_goodput_needs_both_limits():
