@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from xml.etree import ElementTree
@@ -43,7 +43,9 @@ def answering(reply: Reply) -> Iterator[tuple[ServerAddress, list[dict[str, Any]
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             seen.append(body | {"authorization": self.headers["authorization"]})
-            self._send(*reply(body))
+            # Some clients are interrupted before their answer.
+            with suppress(ConnectionError):
+                self._send(*reply(body))
 
         def _send(self, status: int, body: bytes) -> None:
             self.send_response(status)
@@ -230,3 +232,19 @@ def test_a_run_is_plotted_as_one_curve_a_measure(tmp_path, capsys):
         with pytest.raises(SystemExit, match="2"):
             main([*arguments[:-1], str(tmp_path / "no" / "folder.svg")])
     assert "--plot" in capsys.readouterr().err
+
+
+def test_standard_streams_that_were_closed_are_the_null_device():
+    """Else the first sockets would be streams to whatever writes to one, and end in an abort."""
+    code = """
+import os, sys
+from minidsa.server.cli import main
+try:
+    main(["version"])
+except SystemExit:
+    print(*(os.readlink(f"/proc/self/fd/{n}") for n in (0, 1)), file=sys.stderr)
+    print(*(os.get_inheritable(n) for n in (0, 1)), sys.stdin.read() == "", file=sys.stderr)
+"""
+    shell = ("sh", "-c", 'exec "$0" -c "$1" <&- >&-', sys.executable, code)
+    done = subprocess.run(shell, check=True, capture_output=True, text=True)
+    assert done.stderr == "/dev/null /dev/null\nTrue True True\n"
