@@ -18,6 +18,15 @@ from scripted_engine import serving
 DOCS = Path(__file__).parents[2] / "docs" / "api.md"
 # What stands inside of backticks, `{"type": "text"}` and `thinking.budget_tokens` included.
 NAMES = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`\n]+)`", DOCS.read_text()))))
+VLLM_METRICS = """
+num_requests_running num_requests_waiting kv_cache_usage_perc prompt_tokens_total
+generation_tokens_total prefix_cache_queries_total prefix_cache_hits_total num_preemptions_total
+request_success_total time_to_first_token_seconds inter_token_latency_seconds
+request_time_per_output_token_seconds e2e_request_latency_seconds request_queue_time_seconds
+request_prefill_time_seconds request_decode_time_seconds iteration_tokens_total cache_config_info
+spec_decode_num_drafts_total spec_decode_num_draft_tokens_total
+spec_decode_num_accepted_tokens_total
+"""
 WITHOUT_BODY = ("/flush_cache", "/reset_prefix_cache")
 
 
@@ -31,6 +40,12 @@ def test_every_field_is_in_the_docs(model: type[BaseModel]):
     if issubclass(model, RequestModel):
         fields |= {*model.neutral, *IGNORED}
     assert fields - NAMES == set()
+
+
+def test_every_metric_that_dashboards_for_vllm_read_is_exported():
+    """The table is made from what the server exports: see test_generated_docs.py."""
+    exported = set(re.findall(r"`minidsa:(\w+)`", DOCS.read_text()))
+    assert set(VLLM_METRICS.split()) - exported == set()
 
 
 @pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md", "docs/api.md", "docs/clients.md"])
