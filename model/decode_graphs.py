@@ -30,6 +30,9 @@ from .deepseek import DeepseekModel
 from .inputs import Span
 from .step_memory import LARGEST_REPLAYED, MOST_SHAPES
 
+# Tokens of a request that every block table without selections has room for, so that short requests
+# share one shape.
+USUAL_LENGTH = 1024
 SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, LARGEST_REPLAYED + 1, 16))
 
 
@@ -123,8 +126,10 @@ class DecodeGraphs:
         longest = max(span.stop for span in spans)
         pages = -(-longest // self._storage.page_size)
         requests = SIZES[bisect_left(SIZES, len(spans))]
-        selects = self._backend.selects(longest)
-        return Shape(requests, spans[0].num_tokens, 1 << (pages - 1).bit_length(), selects, work)
+        selects, room = self._backend.selects(longest), 1 << (pages - 1).bit_length()
+        if not selects and not self._backend.selects(USUAL_LENGTH):
+            room = max(room, USUAL_LENGTH // self._storage.page_size)
+        return Shape(requests, spans[0].num_tokens, room, selects, work)
 
     def _new(self, shape: Shape, spans: Sequence[Span]) -> Captured:
         """Capture a shape over page 0 alone, with the longest requests it stands for.

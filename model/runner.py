@@ -17,7 +17,7 @@ from ..configs.sampling import AttentionRule
 from ..kv_cache.storage import CacheStorage
 from .captured_step import Replayed
 from .choosing import Choosing
-from .decode_graphs import DecodeGraphs
+from .decode_graphs import USUAL_LENGTH, DecodeGraphs
 from .deepseek import DeepseekModel
 from .drafter import MtpDrafter
 from .inputs import Span, attention_batch, to_tensor
@@ -35,8 +35,6 @@ from .sequence import (
     num_accepted,
 )
 
-# Tokens of a request that a step without selections is captured for before any came.
-USUAL_LENGTH = 1024
 # A request whose tokens are chosen, where they go, and the first of its rows among those chosen.
 Chosen = tuple[SequenceInput, SequenceOutput, int]
 

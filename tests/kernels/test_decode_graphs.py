@@ -22,7 +22,7 @@ from minidsa.model import decode_graphs
 from minidsa.model import runner as runner_module
 from minidsa.model.captured_step import Run
 from minidsa.model.checkpoint import read_config
-from minidsa.model.decode_graphs import SIZES, DecodeGraphs
+from minidsa.model.decode_graphs import SIZES, USUAL_LENGTH, DecodeGraphs
 from minidsa.model.inputs import Span, attention_batch, to_tensor
 from minidsa.model.loader import load_model
 from minidsa.model.make_checkpoint import write_checkpoint
@@ -387,3 +387,16 @@ def test_a_length_that_selects_is_captured_beside_the_usual_one(monkeypatch):
     runner = ModelRunner(bed.model, bed.backends[1], bed.storages[1], bed.graphs)
     assert len(list(runner.prepare(1, 0, 20))) == 2
     assert [shape.selects for shape in bed.graphs.shapes] == [False, True]
+
+
+@torch.inference_mode()
+def test_short_requests_share_one_shape():
+    """Were their block tables as short as they are, each length would be compiled and captured."""
+    bed = Bed([40])
+    storage = bed.storages[1]
+    graphs = DecodeGraphs(
+        bed.model, TritonDenseBackend(storage), storage, None if HAS_GPU else again
+    )
+    for length in (9, 20, 40):
+        assert graphs.forward([1], [Span(length, 1, bed.pages[0])]) is not None
+    assert [shape.pages for shape in graphs.shapes] == [USUAL_LENGTH // PAGE]
