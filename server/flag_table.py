@@ -133,10 +133,14 @@ _WITH_ROUTES = ("--session-dir", "--profile-dir")
 
 def _engine_groups(left_out: tuple[str, ...]) -> tuple[Group, ...]:
     return tuple(
-        (title, tuple(flag for flag in flags if flag.name not in left_out))
+        (title, tuple(flag for flag in flags if _is_for_engine(flag, left_out)))
         for title, flags in GROUPS
-        if flags[0].target.startswith("engine.")
+        if title != "address and access"
     )
+
+
+def _is_for_engine(flag: Flag, left_out: tuple[str, ...]) -> bool:
+    return flag.target.startswith("engine.") and flag.name not in left_out
 
 
 GENERATE_GROUPS = _engine_groups(_WITH_ROUTES)
