@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from .chat_command import Terminal, chat
 from .flags import UsageError
 from .http_client import ServerAddress
 
+SLOWEST = 0.001
+"""Arrivals a second; a load of fewer would take days."""
 DEFAULT_URL = "http://127.0.0.1:8000"
 _SAMPLING = (("--temperature", float), ("--top-p", float), ("--seed", int), ("--max-tokens", int))
 CHAT_FLAGS = ("--url", "--system", "--thinking", *(name for name, _ in _SAMPLING))
@@ -77,8 +80,14 @@ def run_bench(parsed: argparse.Namespace) -> int:
     load = Load(**{_field(name): vars(parsed)[_field(name)] for name, _, _ in _LOAD})
     for name, _, _ in _LOAD:
         value = vars(load)[_field(name)]
-        if name != "--seed" and value is not None and not value > 0:
-            raise UsageError(f"{name} is {value}; it must be positive")
+        if name != "--seed" and value is not None and not 0 < value < math.inf:
+            raise UsageError(f"{name} is {value}; it must be positive and finite")
+    if load.rate is not None and load.rate < SLOWEST:
+        raise UsageError(f"--rate is {load.rate}; it must be at least {SLOWEST}")
+    # A load is not run in vain.
+    for flag, path in (("--output", parsed.output), ("--plot", parsed.plot)):
+        if path is not None and not path.parent.is_dir():
+            raise UsageError(f"{flag} {path}: there is no folder {path.parent}")
     report = bench(_address(parsed), load, lambda line: _write(f"{line}\n"))
     if parsed.output is not None:
         _write_file("--output", parsed.output, json.dumps(report, indent=2) + "\n")

@@ -145,7 +145,8 @@ class Serving:
         signalled = asyncio.ensure_future(self._signals.get())
         try:
             await asyncio.wait((working, signalled), return_when=asyncio.FIRST_COMPLETED)
-            return await working if working.done() else None
+            # Both may have come at once.
+            return None if signalled.done() else await working
         finally:
             working.cancel()
             signalled.cancel()

@@ -203,6 +203,9 @@ def test_percentiles_are_times_that_were_measured_and_goodput_needs_both_limits(
         (("bench", "--url", "nowhere"), 1, "no address"),
         (("bench", "--url", "http://127.0.0.1:x"), 1, "no address"),
         (("bench", "--rate", "-1"), 2, "--rate"),
+        (("bench", "--rate", "inf"), 2, "--rate is inf"),
+        (("bench", "--rate", "1e-300"), 2, "at least 0.001"),
+        (("bench", "--output", "/nowhere/at/all.json"), 2, "no folder /nowhere/at"),
         (("bench", "--num-request", "3"), 2, "--num-requests"),
     ],
 )
