@@ -157,10 +157,10 @@ class LayerGraphs:
 
     @cached_property
     def _room(self) -> Buffers:
-        """For the largest size; made when the model was packed."""
+        """For the largest size. Queries are as they are on a GPU, where no weights are packed."""
         model, tokens = self._model, self._sizes[-1]
-        config, layer = model.config, model.layers[0].attention
-        heads, nope = config.num_heads, layer.nope_width
+        config = model.config
+        heads, nope = config.num_heads, config.nope_dim
 
         def room(*shape: int, dtype: torch.dtype = model.dtype) -> Tensor:
             return torch.zeros(tokens, *shape, dtype=dtype, device=model.device)
