@@ -154,16 +154,22 @@ def test_an_interrupted_bench_leaves_at_once_and_says_nothing(rate):
         released.wait(PATIENCE)
         return 200, b""
 
+    def hears_interrupts() -> None:
+        """Jobs in the background of a shell ignore them, and so do the children of tests there."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
     with answering(silent) as (address, _):
         command = (sys.executable, "-m", "minidsa.server.cli", "bench", "--url", address.url, *rate)
-        bench = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        try:
-            assert seen.wait(PATIENCE)
-            bench.send_signal(signal.SIGINT)
-            _, errors = bench.communicate(timeout=PATIENCE / 2)
-        finally:
-            bench.kill()
-            released.set()
+        with subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, preexec_fn=hears_interrupts
+        ) as bench:
+            try:
+                assert seen.wait(PATIENCE)
+                bench.send_signal(signal.SIGINT)
+                _, errors = bench.communicate(timeout=PATIENCE / 2)
+            finally:
+                bench.kill()
+                released.set()
     assert (bench.returncode, errors) == (130, "")
 
 
