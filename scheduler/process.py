@@ -280,7 +280,8 @@ def _verify(
     try:
         agrees = verify(config, Texts(num_sequences, num_tokens, first_id), tolerance, say)
     except ImportError as error:
-        sys.exit(f"minidsa: verify needs transformers: pip install minidsa[verify] ({error})")
+        install = f"{sys.executable} -m pip install transformers"
+        sys.exit(f"minidsa: verify needs transformers: {install} ({error})")
     except (ValueError, OSError, GenerationFailed) as error:
         sys.stderr.write(f"minidsa: {' '.join(str(error).split())}\n")
         sys.exit(2 if isinstance(error, SettingError) else 1)

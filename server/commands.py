@@ -82,7 +82,13 @@ KNOWN_FLAGS = (
 def run(arguments: Sequence[str] | None = None) -> None:
     """Do what the command line says and leave; arguments: those of `sys.argv` if None."""
     try:
-        sys.exit(_run(sys.argv[1:] if arguments is None else list(arguments)))
+        code = _run(sys.argv[1:] if arguments is None else list(arguments))
+        sys.stdout.flush()
+        sys.exit(code)
+    except BrokenPipeError:
+        # Whoever reads has enough; what is still buffered must not fail once more at the exit.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - lives until the process ends
+        sys.exit(0)
     except UsageError as error:
         print(f"minidsa: {_line(error)}", file=sys.stderr)
         sys.exit(2)

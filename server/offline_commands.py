@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import dataclasses
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,7 +59,8 @@ DEFAULT_MAX_TOKENS = 128
 
 
 def add_generate_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", nargs="?", help="the prompt; without one, what stdin holds")
+    stdin = "the prompt; without one, what stdin holds, but for its last newline"
+    parser.add_argument("prompt", nargs="?", help=stdin)
     parser.add_argument("--model", help="folder of a checkpoint [tiny-dsa]")
     parser.add_argument("--file", type=Path, help="a file that holds the prompt")
     parser.add_argument(
@@ -140,16 +140,15 @@ def run_generate(parsed: argparse.Namespace, config: ServerConfig) -> int:
         _write("\n")
     except ApiError as error:
         raise (UsageError if error.status < 500 else StartFailed)(error.message) from None
-    except BrokenPipeError:
-        # Whoever reads has enough; what is still buffered must not fail once more at the exit.
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - lives until the process ends
     return 0
 
 
 def _prompt(parsed: argparse.Namespace) -> str:
     if parsed.file is None:
         try:
-            prompt = sys.stdin.read() if parsed.prompt is None else parsed.prompt
+            # The newline that ends a line is not said to the model.
+            is_piped = parsed.prompt is None
+            prompt = sys.stdin.read().removesuffix("\n") if is_piped else parsed.prompt
             # Bytes that are no text may have been let through as lone surrogates.
             prompt.encode()
         except UnicodeError as error:

@@ -46,6 +46,8 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
+        if not path.parent.is_dir():
+            raise ValueError(f"{path.parent}: no such folder") from None
         raise ValueError(f"{path.name}: no such file in the checkpoint folder") from None
     except (OSError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"{path.name}: not readable as a JSON object ({error})") from error

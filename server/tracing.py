@@ -6,6 +6,7 @@ the log it holds no prompt, no answer and no key. Names are those of OpenTelemet
 generative models and of vLLM's spans.
 """
 
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -91,6 +92,8 @@ def connect_tracing(endpoint: str | None) -> Tracing | None:
 
         return Tracing(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_SECONDS))
     except ImportError as error:
+        packages = "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
         raise ValueError(
-            f"otlp_traces_endpoint needs OpenTelemetry: pip install 'minidsa[otel]' ({error})"
+            "otlp_traces_endpoint needs OpenTelemetry: "
+            f"{sys.executable} -m pip install {packages} ({error})"
         ) from None

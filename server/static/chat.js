@@ -184,6 +184,11 @@ export function startChat(ask) {
     document.querySelector("#messages .hint")?.remove();
     chat.send(text);
   });
+  // A wrong field inside a closed fold could not be pointed at, and nothing would happen.
+  form.addEventListener("invalid", ({ target }) => {
+    const fold = target.closest("details");
+    if (fold) fold.open = true;
+  }, true);
   prompt.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();

@@ -75,6 +75,14 @@ def stop(page: Page) -> None:
 
 
 def refuse(page: Page) -> None:
+    page.run("document.querySelector('#ask details').open = false")
+    page.run("document.querySelector('[name=temperature]').value = 5")
+    say(page, "hi")
+    # The fold that holds the wrong field opens, so that it can be seen.
+    page.until("document.querySelector('#ask details').open")
+    page.run("document.querySelector('[name=temperature]').value = 0")
+    page.run("document.querySelector('#prompt').value = ''")
+    page.run("document.querySelector('#prompt').focus()")
     page.run("document.querySelector('[name=max_tokens]').value = 99999")
     say(page, "hi")
     page.until("document.querySelector('.error')")

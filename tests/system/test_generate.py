@@ -32,7 +32,8 @@ def test_generate_writes_the_text_that_the_offline_engine_gives(capsys):
 
 
 def test_the_prompt_of_a_chat_comes_from_stdin(capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO(QUESTION))
+    """The newline that a shell puts behind it is no part of it."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(QUESTION + "\n"))
     assert generated(["--chat", "--stop", "."], capsys) == "The capital of Norway is Oslo\n"
 
 

@@ -115,6 +115,17 @@ def test_a_stream_without_its_end_is_a_failure():
         list(address.stream("/v1/completions", {}))
 
 
+def test_a_reader_that_leaves_ends_a_command_quietly():
+    command = (sys.executable, "-m", "minidsa.server.cli", "plan", "--device", "cpu")
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as plan:
+        assert plan.stdout is not None
+        plan.stdout.close()
+        _, errors = plan.communicate(timeout=PATIENCE)
+    assert (plan.returncode, errors) == (0, "")
+
+
 def completion(body: dict[str, Any]) -> tuple[int, bytes]:
     events = [{"choices": [{"text": "x"}]} for _ in range(4)]
     return 200, stream_of(*events, {"choices": [], "usage": USAGE})

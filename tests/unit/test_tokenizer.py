@@ -14,7 +14,7 @@ from minidsa.model.small_tokenizer import (
 )
 from minidsa.server.prompt_runs import Control, join_runs, prompt_text
 from minidsa.server.tokenizer import Tokenizer
-from minidsa.server.tokenizer_files import TokenizerSettings
+from minidsa.server.tokenizer_files import TokenizerSettings, read_json
 from tokenizers_small import (
     BOS,
     EOS,
@@ -182,3 +182,10 @@ def test_abu_09_the_length_bound_never_refuses_what_fits(text):
 def test_abu_09_a_hopeless_prompt_is_known_before_encoding():
     assert not small_tokenizer().could_fit(1_000_000, 512)
     assert byte_fallback_tokenizer().could_fit(1_000_000, 512)
+
+
+def test_a_folder_that_is_not_there_is_told_as_that(tmp_path):
+    with pytest.raises(ValueError, match="away: no such folder"):
+        read_json(tmp_path / "away" / "tokenizer.json")
+    with pytest.raises(ValueError, match=r"tokenizer\.json: no such file in the checkpoint"):
+        read_json(tmp_path / "tokenizer.json")

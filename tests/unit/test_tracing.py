@@ -93,5 +93,5 @@ def test_no_endpoint_is_no_tracing_and_a_wrong_one_is_told(monkeypatch):
         connect_tracing("localhost:4318")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(ValueError, match=r"minidsa\[otel\]"):
+    with pytest.raises(ValueError, match=r"pip install opentelemetry-sdk"):
         connect_tracing("http://localhost:4318/v1/traces")
