@@ -8,7 +8,8 @@ from typing import Literal
 
 from .engine import EngineConfig
 
-ChatFormatChoice = Literal["auto", "deepseek_v32", "jinja"]
+ChatFormatName = Literal["deepseek_v32", "jinja"]
+ChatFormatChoice = Literal["auto", ChatFormatName]
 
 
 @dataclass(frozen=True)

@@ -101,16 +101,16 @@ class LayerGraphs:
             return None
         size = self._sizes[bisect_left(self._sizes, count)]
         first, *others = self._pieces_of(size, plan.selects)
-        buffers, used = self._room.first(size), self._room.first(count)
+        room, used = self._room, self._room.first(count)
         given = token_ids_T, plan.batch.positions_T, plan.batch.slots_T
         torch.stack(given, out=used.inputs_3T)
-        buffers.inputs_3T[:, count:].zero_()
-        buffers.heads_THV[count:].zero_()
+        room.inputs_3T[:, count:size].zero_()
+        room.heads_THV[count:size].zero_()
         step = Step(plan, self._backend, self._rows(used, plan.selects))
         first()
         for layer, replay in zip(self._model.layers, others, strict=True):
-            q = used.query if plan.selects else _without_index(used.query)
-            step.attend(layer.attention.layer, q, used.heads_THV)
+            # Where nothing selects, nobody looks at the index part.
+            step.attend(layer.attention.layer, used.query, used.heads_THV)
             replay()
         return used.hidden_TD
 
@@ -186,7 +186,3 @@ def _keep(room: Query, q: Query) -> None:
     if room.index is not None and q.index is not None:
         room.index.q_TnD.copy_(q.index.q_TnD)
         room.index.weights_Tn.copy_(q.index.weights_Tn)
-
-
-def _without_index(q: Query) -> Query:
-    return Query(q.nope_THN, q.rope_THR)

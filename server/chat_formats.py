@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from ..configs.server import ChatFormatChoice, ChatFormatName
 from .chat_encoding import ASSISTANT, BOS, DSML, END_THINK, EOS, THINK, USER, start_marker
 from .chat_messages import InvalidMessagesError, Message
 from .chat_request import encode_request
@@ -22,14 +23,13 @@ from .tokenizer import Tokenizer
 from .tokenizer_files import read_settings
 
 StartState = Literal["reasoning", "content"]
-FormatName = Literal["deepseek_v32", "jinja"]
 V32_TYPES = frozenset({"deepseek_v32"})
 
 
 class ChatFormat(Protocol):
     """One family's chat format. `default_thinking` is what an absent thinking switch means."""
 
-    name: FormatName
+    name: ChatFormatName
     default_thinking: bool
 
     def encode(
@@ -71,7 +71,7 @@ class ChatFormat(Protocol):
 class DeepseekV32:
     """DeepSeek-V3.2 (not the Exp release, which brings a template)."""
 
-    name: FormatName = "deepseek_v32"
+    name: ChatFormatName = "deepseek_v32"
     default_thinking = False
     required = tuple(c.literal for c in (BOS, EOS, USER, ASSISTANT, THINK, END_THINK, DSML))
 
@@ -105,7 +105,7 @@ class DeepseekV32:
 class JinjaFormat:
     """A checkpoint's own template. Its call markup is not read, so tools are refused."""
 
-    name: FormatName = "jinja"
+    name: ChatFormatName = "jinja"
     default_thinking = False
 
     def __init__(self, template: ChatTemplate) -> None:
@@ -155,7 +155,7 @@ def choose_format(
     model_type: str,
     directory: str | Path,
     tokenizer: Tokenizer,
-    wanted: FormatName | None = None,
+    wanted: ChatFormatChoice = "auto",
 ) -> FormatChoice | None:
     """The chat format of a checkpoint; None where it has none, so that chats are refused.
 
@@ -166,9 +166,10 @@ def choose_format(
     settings = read_settings(Path(directory))
     has_template = bool(settings.chat_templates)
     is_v32 = model_type in V32_TYPES
-    if wanted == "deepseek_v32" or (wanted is None and is_v32 and not has_template):
+    asked = "" if wanted == "auto" else "asked for"
+    if wanted == "deepseek_v32" or (wanted == "auto" and is_v32 and not has_template):
         tokenizer.control_ids(DeepseekV32.required)
-        reason = "asked for" if wanted else f"{model_type} without a chat template"
+        reason = asked or f"{model_type} without a chat template"
         warning = None
         if has_template:
             warning = "the checkpoint brings a chat template of its own"
@@ -177,7 +178,7 @@ def choose_format(
         return FormatChoice(DeepseekV32(), reason, warning)
     if has_template:
         template = ChatTemplate(settings.chat_templates, tokenizer.control, settings)
-        reason = "asked for" if wanted else "the checkpoint brings a chat template"
+        reason = asked or "the checkpoint brings a chat template"
         return FormatChoice(JinjaFormat(template), reason)
     if wanted == "jinja":
         raise ValueError("the checkpoint has no chat template")

@@ -47,14 +47,12 @@ class TextSide:
         """Raises ValueError where the files do not fit the model, SettingError where the wanted
         format does not fit them."""
         files.tokenizer.check_vocab(plan.vocab_size)
-        source = plan.model_type, files.directory, files.tokenizer
-        if wanted == "auto":
-            choice = choose_format(*source)
-        else:
-            try:
-                choice = choose_format(*source, wanted)
-            except ValueError as error:
-                raise SettingError(f"chat_format {wanted}: {error}") from None
+        try:
+            choice = choose_format(plan.model_type, files.directory, files.tokenizer, wanted)
+        except ValueError as error:
+            if wanted == "auto":
+                raise
+            raise SettingError(f"chat_format {wanted}: {error}") from None
         if choice is None:
             notes = ["chat is refused: the checkpoint has no chat format"]
         else:

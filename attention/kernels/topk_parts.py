@@ -16,14 +16,21 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import ceil_div, jit, power_of_two
-from .topk_search import FEW, count_steps, keys_of, likely_range, new_counters, step_of_threshold
+from .topk_search import (
+    DROPPED,
+    FEW,
+    count_steps,
+    keys_of,
+    likely_range,
+    new_counters,
+    step_of_threshold,
+)
 from .topk_write import PagedSlots, store_some, write, write_all, write_exactly
 
 # Candidates of a part lie in groups of so many places.
 GROUP: tl.constexpr = tl.constexpr(32)
-# Around what orders any score.
+# Below what orders any score.
 LOWEST: tl.constexpr = tl.constexpr(-(2**63))
-HIGHEST: tl.constexpr = tl.constexpr(2**63 - 1)
 # More candidates of a part are not kept: all of a row may lie in one.
 MOST_OF_A_PART = 8192
 # A part is whole lines of 128 bytes.
@@ -262,9 +269,9 @@ def _cut(keys, columns, tied, ties, excess, memory, COMPILED: tl.constexpr):
         last = tl.sum(tl.where((better == ties - excess - 1) & (numbers < ties), orders, 0))
     else:
         orders = (keys.to(tl.int64) << 32) - columns
-        orders = tl.where(tied, orders, HIGHEST)
+        orders = tl.where(tied, orders, DROPPED)
         for _ in range(excess):
-            orders = tl.where(orders == tl.min(orders), HIGHEST, orders)
+            orders = tl.where(orders == tl.min(orders), DROPPED, orders)
         last = tl.min(orders)
     column = (-last).to(tl.int32) & 0x7FFFFFFF
     return ((last + column) >> 32).to(tl.int32), column

@@ -21,6 +21,8 @@ from .launch import jit
 STEPS: tl.constexpr = tl.constexpr(2048)
 # As many scores may share the threshold's step; a row with more is read in another way.
 FEW: tl.constexpr = tl.constexpr(64)
+# Above what orders any score.
+DROPPED: tl.constexpr = tl.constexpr(2**63 - 1)
 # Two counters' sums in one integer.
 HALF: tl.constexpr = tl.constexpr(1 << 16)
 

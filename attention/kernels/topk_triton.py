@@ -21,6 +21,7 @@ from torch import Tensor
 from .launch import jit, multiprocessors, power_of_two
 from .topk_parts import aligned, select_by_parts
 from .topk_search import (
+    DROPPED,
     FEW,
     keys_of,
     likely_range,
@@ -46,8 +47,6 @@ KEYS_OF_A_WARP = 2048
 PROGRAMS = 2
 # What lets two programs of 512 threads share one.
 REGISTERS = 64
-# Above what orders any score.
-DROPPED: tl.constexpr = tl.constexpr(2**63 - 1)
 
 
 def select_top_k(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from checkpoints import T_CPU, new_folder, tensors_of
-from kernel_bed import DEVICE, HAS_GPU
+from kernel_bed import DEVICE, HAS_GPU, run_again
 from minidsa.attention.dense.torch_ref import TorchDenseBackend
 from minidsa.attention.dense.triton import TritonDenseBackend
 from minidsa.attention.sparse.dsa import DsaBackend
@@ -20,7 +20,6 @@ from minidsa.configs.sampling import SamplingParams
 from minidsa.kv_cache.storage import CacheStorage
 from minidsa.model import decode_graphs
 from minidsa.model import runner as runner_module
-from minidsa.model.captured_step import Run
 from minidsa.model.checkpoint import read_config
 from minidsa.model.decode_graphs import SIZES, USUAL_LENGTH, DecodeGraphs
 from minidsa.model.inputs import Span, attention_batch, to_tensor
@@ -53,10 +52,6 @@ def two_layers(mtp_layers: int = 0) -> Path:
     return folder
 
 
-def again(run: Run) -> Run:
-    return run
-
-
 class Bed:
     """One model over two caches with the same rows: one is stepped eagerly, the other replayed."""
 
@@ -68,7 +63,7 @@ class Bed:
         topk = config.indexer.topk
         self.storages = [new_storage(self.model, PAGES, PAGE) for _ in range(2)]
         self.backends = [DsaBackend(TritonDenseBackend(s), s, topk) for s in self.storages]
-        capture = None if HAS_GPU else again
+        capture = None if HAS_GPU else run_again
         self.graphs = DecodeGraphs(self.model, self.backends[1], self.storages[1], capture)
         order = (torch.randperm(PAGES - 1, generator=torch.Generator().manual_seed(0)) + 1).tolist()
         each = (PAGES - 1) // len(lengths)
@@ -359,7 +354,7 @@ def test_too_many_requests_run_eagerly():
 def test_a_backend_that_waits_for_the_host_is_refused():
     bed = Bed([5])
     with pytest.raises(ValueError, match="torch cannot be replayed"):
-        DecodeGraphs(bed.model, TorchDenseBackend(bed.storages[0]), bed.storages[0], again)
+        DecodeGraphs(bed.model, TorchDenseBackend(bed.storages[0]), bed.storages[0], run_again)
 
 
 def test_usual_shapes_are_captured_ahead():
@@ -395,7 +390,7 @@ def test_short_requests_share_one_shape():
     bed = Bed([40])
     storage = bed.storages[1]
     graphs = DecodeGraphs(
-        bed.model, TritonDenseBackend(storage), storage, None if HAS_GPU else again
+        bed.model, TritonDenseBackend(storage), storage, None if HAS_GPU else run_again
     )
     for length in (9, 20, 40):
         assert graphs.forward([1], [Span(length, 1, bed.pages[0])]) is not None

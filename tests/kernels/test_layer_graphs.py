@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from checkpoints import t_cpu
-from kernel_bed import DEVICE, HAS_GPU
+from kernel_bed import DEVICE, HAS_GPU, run_again
 from minidsa.attention.dense.torch_ref import TorchDenseBackend
 from minidsa.attention.dense.triton import TritonDenseBackend
 from minidsa.attention.sparse.dsa import DsaBackend
 from minidsa.configs.sampling import SamplingParams
 from minidsa.kv_cache.storage import CacheStorage
-from minidsa.model.captured_step import Run
 from minidsa.model.checkpoint import read_config
 from minidsa.model.decode_graphs import CudaCapture
 from minidsa.model.inputs import Span, attention_batch, to_tensor
@@ -36,10 +35,6 @@ GREEDY = SamplingParams(max_tokens=9, seed=0, temperature=0.0)
 Step = Sequence[tuple[int, int, int]]
 
 
-def capture(run: Run) -> Run:
-    return run
-
-
 class Bed:
     """One model over two caches: one is stepped eagerly, the other in pieces."""
 
@@ -51,7 +46,7 @@ class Bed:
         # What lies between two attentions does not depend on who attends; here torch is faster.
         dense = TritonDenseBackend if HAS_GPU else TorchDenseBackend
         self.backends = [DsaBackend(dense(s), s, config.indexer.topk) for s in self.storages]
-        made = CudaCapture() if HAS_GPU else capture
+        made = CudaCapture() if HAS_GPU else run_again
         self.graphs = LayerGraphs(self.model, self.backends[1], self.storages[1], most_tokens, made)
         self.runners = [
             ModelRunner(self.model, backend, storage, None, graphs)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minidsa.configs.server import ChatFormatChoice
 from minidsa.model.small_tokenizer import build_small_tokenizer, write_tokenizer
 from minidsa.server.chat_formats import ChatFormat, DeepseekV32, JinjaFormat, choose_format
 from minidsa.server.chat_messages import InvalidMessagesError, Message, ToolCall
@@ -44,7 +45,7 @@ def assistant(content: str, **fields) -> Message:
     return Message(role="assistant", content=content, **fields)
 
 
-def choose(folder, model_type="deepseek_v32", wanted=None, template=None):
+def choose(folder, model_type="deepseek_v32", wanted: ChatFormatChoice = "auto", template=None):
     write_tokenizer(folder, 300)
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
