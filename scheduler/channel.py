@@ -7,6 +7,8 @@ dropped with a log line, and nothing is ever unpickled.
 
 import asyncio
 import logging
+import os
+import tempfile
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,9 +22,23 @@ from .messages import Command, Event
 MAX_FRAME_BYTES = 1 << 28
 RECONNECT_MS = 10
 LINGER_MS = 1000
+COMMANDS, EVENTS = "commands", "events"
 
 _log = logging.getLogger(__name__)
 _Message = TypeVar("_Message")
+
+
+def new_directory() -> Path:
+    """A new directory that only this user can enter, for the socket files.
+
+    The system's folder for temporary files, or /tmp where that one's name is too long: a socket's
+    path has 107 bytes at most.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="minidsa-"))
+    if len(os.fsencode(directory / COMMANDS)) <= zmq.IPC_PATH_MAX_LEN:
+        return directory
+    directory.rmdir()
+    return Path(tempfile.mkdtemp(prefix="minidsa-", dir="/tmp"))
 
 
 def _address(directory: Path, name: str) -> str:
@@ -56,7 +72,7 @@ class EngineLink:
         self._events = self._context.socket(zmq.PUSH)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Command)
-        for socket, name in ((self._commands, "commands"), (self._events, "events")):
+        for socket, name in ((self._commands, COMMANDS), (self._events, EVENTS)):
             _prepare(socket)
             socket.bind(_address(directory, name))
 
@@ -92,7 +108,7 @@ class ApiLink:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Event)
         self._pending: asyncio.Future[bytes] | None = None
-        for socket, name in ((self._commands, "commands"), (self._events, "events")):
+        for socket, name in ((self._commands, COMMANDS), (self._events, EVENTS)):
             _prepare(socket)
             socket.connect(_address(directory, name))
 

@@ -13,7 +13,6 @@ import multiprocessing.resource_tracker
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING
 from ..configs.engine import EngineConfig
 from ..configs.setting_error import SettingError
 from ..model.planning import plan_lines
-from .channel import ApiLink
+from .channel import ApiLink, new_directory
 from .messages import Command, Event, Loaded, Ready, Shutdown
 
 if TYPE_CHECKING:
@@ -96,7 +95,7 @@ class EngineProcess:
 
         target: what the child runs; tests hand over an engine of their own.
         """
-        directory = Path(tempfile.mkdtemp(prefix="minidsa-"))
+        directory = new_directory()
         process = multiprocessing.get_context("spawn").Process(
             target=target or _serve,
             args=(str(directory), config),

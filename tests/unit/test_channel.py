@@ -1,14 +1,17 @@
 """The line between the processes: typed both ways, garbage dropped, no event lost."""
 
 import asyncio
+import os
 import random
+import shutil
+import tempfile
 
 import msgspec
 import pytest
 import zmq
 
 from minidsa.scheduler import messages
-from minidsa.scheduler.channel import MAX_FRAME_BYTES, ApiLink, EngineLink, decode
+from minidsa.scheduler.channel import MAX_FRAME_BYTES, ApiLink, EngineLink, decode, new_directory
 from minidsa.scheduler.messages import (
     Abort,
     Answer,
@@ -164,3 +167,21 @@ def test_a_frame_has_a_largest_size(tmp_path):
     engine = EngineLink(tmp_path)
     assert engine._commands.get(zmq.MAXMSGSIZE) == MAX_FRAME_BYTES
     engine.close()
+
+
+@pytest.mark.parametrize("length", [1, 40, 200])
+def test_the_line_fits_whatever_the_folder_for_temporary_files_is_called(
+    tmp_path, monkeypatch, length
+):
+    folder = tmp_path / ("x" * length)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    directory = new_directory()
+    assert directory.stat().st_mode & 0o777 == 0o700
+    engine, api = EngineLink(directory), ApiLink(directory)
+    api.send(Abort("a"))
+    assert engine.receive(PATIENCE) == [Abort("a")]
+    api.close()
+    engine.close()
+    shutil.rmtree(directory)
+    assert not os.listdir(folder)
