@@ -131,9 +131,9 @@ FLAGS = tuple(flag for _, flags in GROUPS for flag in flags)
 _WITH_ROUTES = ("--session-dir", "--profile-dir")
 
 
-def _engine_groups(left_out: tuple[str, ...]) -> tuple[Group, ...]:
+def _engine_groups(left_out: tuple[str, ...], taken_in: tuple[str, ...] = ()) -> tuple[Group, ...]:
     return tuple(
-        (title, tuple(flag for flag in flags if _is_for_engine(flag, left_out)))
+        (title, tuple(f for f in flags if f.name in taken_in or _is_for_engine(f, left_out)))
         for title, flags in GROUPS
         if title != "address and access"
     )
@@ -143,5 +143,5 @@ def _is_for_engine(flag: Flag, left_out: tuple[str, ...]) -> bool:
     return flag.target.startswith("engine.") and flag.name not in left_out
 
 
-GENERATE_GROUPS = _engine_groups(_WITH_ROUTES)
+GENERATE_GROUPS = _engine_groups(_WITH_ROUTES, ("--chat-format",))
 VERIFY_GROUPS = _engine_groups((*_WITH_ROUTES, "--load-format", "--seed"))

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from ..configs.server import ServerConfig
+from ..configs.setting_error import SettingError
 from ..scheduler.process import EngineProcess
 from .bodies import Body
 from .chat import prepare_chat
@@ -65,9 +66,9 @@ async def _load(config: ServerConfig, engine: EngineProcess) -> Service:
     client = EngineClient(engine, config.heartbeat_seconds, config.engine.hang_timeout)
     try:
         files = TextFiles.read(Path(config.engine.model))
-        text = TextSide.fit(files, await client.plan())
+        text = TextSide.fit(files, await client.plan(), config.chat_format)
     except ValueError as error:
-        raise StartFailed(str(error)) from None
+        raise StartFailed(str(error), isinstance(error, SettingError)) from None
     service = make_service(config, client, await client.load(), text, None)
     client.start()
     waits = [asyncio.ensure_future(event.wait()) for event in (client.ready, client.dead)]

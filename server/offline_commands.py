@@ -117,6 +117,8 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def _is_obeyed(path: str, command: str) -> bool:
+    if path == "chat_format":
+        return command == "generate"
     return path.startswith("engine.") and path not in dict(_UNUSED)[command]
 
 

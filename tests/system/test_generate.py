@@ -37,6 +37,12 @@ def test_the_prompt_of_a_chat_comes_from_stdin(capsys, monkeypatch):
     assert generated(["--chat", "--stop", "."], capsys) == "The capital of Norway is Oslo\n"
 
 
+def test_a_chat_format_that_the_checkpoint_has_not_is_a_wrong_setting(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", QUESTION, "--chat", "--chat-format", "jinja", "--num-threads", "1"])
+    assert "chat_format jinja: " in capsys.readouterr().err
+
+
 def test_bytes_that_are_no_text_are_refused_in_one_line(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["generate", "a\udcff"])

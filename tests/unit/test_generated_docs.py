@@ -1,25 +1,48 @@
-"""What the docs list is what the code has: files, metrics, error codes.
+"""What the docs list is what the code has: files, settings, metrics, error codes.
 
 The lists are made from the sources; `make docs` writes them anew.
 """
 
 import ast
+import inspect
 import re
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 from prometheus_client import CollectorRegistry
 
+from minidsa.configs.server import ServerConfig
 from minidsa.scheduler.messages import DraftStats, EngineStats, SelectionStats
 from minidsa.server.errors import ApiError
+from minidsa.server.flag_table import FLAGS
 from minidsa.server.metrics import Metrics
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("server", "scheduler", "model", "attention", "kv_cache", "configs")
-API, FILES = ROOT / "docs" / "api.md", ROOT / "docs" / "files.md"
+API, FILES, SETTINGS = (ROOT / "docs" / f"{name}.md" for name in ("api", "files", "settings"))
 TOP = """# Every file
 
 One line each, in the order of the layers; `make docs` writes this page from the files' docstrings.
 [architecture.md](architecture.md) says how they work together.
+"""
+
+SETTINGS_TOP = """# Every setting
+
+`minidsa serve --set limits.max_body_bytes=1000000`, or in the file of `--config`:
+
+```toml
+[limits]
+max_body_bytes = 1000000
+```
+
+Settings with a flag of their own can be given by either. Where the default is empty there is none,
+or the server chooses: it prints what, and why, when it starts. `make docs` writes this page from
+`configs/`.
+
+| setting | flag | default | what it is |
+|---|---|---|---|
 """
 
 
@@ -34,6 +57,43 @@ def file_list() -> str:
                 first = " ".join(said.partition("\n\n")[0].split()).replace("|", "\\|")
                 lines.append(f"| `{path.relative_to(ROOT)}` | {first} |")
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
+
+
+def settings_list() -> str:
+    """docs/settings.md."""
+    return SETTINGS_TOP + "".join(f"| {' | '.join(row)} |\n" for row in _settings(ServerConfig, ""))
+
+
+def _settings(config: type, prefix: str) -> Iterator[tuple[str, str, str, str]]:
+    body: Any = ast.parse(inspect.getsource(config)).body[0]
+    said = {
+        ast.unparse(field.target): " ".join(ast.literal_eval(text.value).split())
+        for field, text in zip(body.body, body.body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
+    flags = {flag.target: flag for flag in FLAGS}
+    hints = get_type_hints(config)
+    for field in fields(config):
+        path = prefix + field.name
+        if is_dataclass(hints[field.name]):
+            yield from _settings(hints[field.name], f"{path}.")
+            continue
+        flag = flags.get(path)
+        text = said.get(field.name) or (f"{flag.help[0].upper()}{flag.help[1:]}." if flag else "")
+        assert text, f"{path} has no docstring"
+        choices = [value for value in _choices(hints[field.name]) if value not in (None, "")]
+        if choices:
+            text += f" ({', '.join(map(str, choices))})"
+        default = "" if field.default in (None, "") else f"`{field.default}`".lower()
+        yield f"`{path}`", f"`{flag.name}`" if flag else "", default, text.replace("|", "\\|")
+
+
+def _choices(hint: Any) -> list[Any]:
+    """The values of a Literal, also within others and beside None."""
+    found: list[Any] = []
+    for argument in get_args(hint):
+        found += _choices(argument) if get_args(argument) else [argument]
+    return [value for value in found if not isinstance(value, type)]
 
 
 def metric_table() -> str:
@@ -65,6 +125,10 @@ def test_every_file_is_listed_with_what_it_is_for():
     assert FILES.read_text() == file_list(), "run `make docs`"
 
 
+def test_every_setting_is_listed():
+    assert SETTINGS.read_text() == settings_list(), "run `make docs`"
+
+
 def test_every_metric_is_listed():
     assert written_table() == metric_table(), "run `make docs`"
 
@@ -90,4 +154,5 @@ def test_every_error_code_and_status_is_in_the_docs():
 
 if __name__ == "__main__":
     FILES.write_text(file_list())
+    SETTINGS.write_text(settings_list())
     API.write_text(API.read_text().replace(written_table(), metric_table()))
