@@ -24,13 +24,14 @@ class DoesNotFit(ValueError):
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on each device, for settings whose every choice is made.
+    """Bytes on each of `ranks` devices, for settings whose every choice is made.
 
     weights: by kind, the second form of the experts and the rope table included. cache and
     row bytes are those of all layers together.
     """
 
     config: EngineConfig
+    ranks: int
     notes: tuple[str, ...]
     free_bytes: int
     num_parameters: int
@@ -76,7 +77,7 @@ class MemoryPlan:
         kinds = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in self.weights.items())
         return [
             f"memory: {shown_bytes(self.total_bytes)} of {shown_bytes(self.free_bytes)} free on "
-            f"{config.device}",
+            f"{config.device}" + (f", each of {self.ranks} devices" if self.ranks > 1 else ""),
             f"  weights {shown_bytes(self.weight_bytes)} in {_format(config, self.keeps_fp8)}, "
             f"{shown_count(self.num_parameters)} parameters ({kinds})",
             f"  cache {shown_bytes(self.cache_bytes)}: {self.num_tokens} tokens in "
@@ -147,6 +148,7 @@ def plan_memory(
     sizes = weight_sizes(model, with_mtp=with_mtp)
     return MemoryPlan(
         config=cache.config,
+        ranks=ranks,
         notes=cache.notes,
         free_bytes=free_bytes,
         num_parameters=total(sizes).parameters,

@@ -213,7 +213,9 @@ def test_ops_12_a_model_that_does_not_fit_is_refused_with_the_numbers():
         "1.23 TiB",
     ):
         assert words in message
-    assert plan(DEEPSEEK_V32, free, ranks=16).weight_bytes < free
+    shared = plan(DEEPSEEK_V32, free, ranks=16)
+    assert shared.weight_bytes < free
+    assert shared.lines()[0].endswith(" free on cuda, each of 16 devices")
 
 
 def test_a_step_that_is_too_large_is_a_setting_and_told_what_would_fit():
