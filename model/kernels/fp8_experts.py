@@ -101,6 +101,9 @@ def _products(
 
 def experts_tiling(tokens: int, chosen: int, num_experts: int) -> ProductTiling:
     """By the rows that an expert gets on average."""
+    if tokens * chosen <= 16:
+        # All tiles of so few experts run at once if a multiprocessor has room for four.
+        return ProductTiling(16, 128, 4, 3, 1)
     if tokens * chosen <= 12 * num_experts:
         return ProductTiling(16, 128, 4, 5, 1)
     # Larger tiles are slower: two programs a multiprocessor hide each other's scaling.
