@@ -56,7 +56,7 @@ planted: dev
 clients: dev
 	$(BIN)/python tests/clients/run.py $(ARGS)
 
-# Lists in docs/ that are made from the sources: files, metrics.
+# Lists in docs/ that are made from the sources: files, settings, metrics.
 docs: dev
 	$(BIN)/python tests/unit/test_generated_docs.py
 

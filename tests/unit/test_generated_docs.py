@@ -81,8 +81,7 @@ def _settings(config: type, prefix: str) -> Iterator[tuple[str, str, str, str]]:
         flag = flags.get(path)
         text = said.get(field.name) or (f"{flag.help[0].upper()}{flag.help[1:]}." if flag else "")
         assert text, f"{path} has no docstring"
-        choices = [value for value in _choices(hints[field.name]) if value not in (None, "")]
-        if choices:
+        if choices := _choices(hints[field.name]):
             text += f" ({', '.join(map(str, choices))})"
         default = "" if field.default in (None, "") else f"`{field.default}`".lower()
         yield f"`{path}`", f"`{flag.name}`" if flag else "", default, text.replace("|", "\\|")
