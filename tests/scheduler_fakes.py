@@ -226,6 +226,7 @@ class FakeTarget:
     refuse: ValueError | None = None
     tensors: int = 0
     tensor_seconds: float = 0.0
+    vocab_size: int = VOCAB
 
     def __call__(self, directory: str, config: EngineConfig) -> None:
         serve(directory, config, self.check)
@@ -240,7 +241,7 @@ class FakeTarget:
         runner = FakeRunner(num_pages, page_size, self.plan)
         info = EngineInfo(
             model_type="fake",
-            vocab_size=VOCAB,
+            vocab_size=self.vocab_size,
             eos_token_ids=[0],
             num_parameters=0,
             weight_bytes=0,
@@ -269,7 +270,7 @@ class FakeStart:
 
     @property
     def plan(self) -> StartPlan:
-        return StartPlan("fake", VOCAB, [])
+        return StartPlan("fake", self.target.vocab_size, [])
 
     def load(self, alive: Callable[[], None]) -> FakeLoaded:
         for _ in range(self.target.tensors):

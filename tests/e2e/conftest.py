@@ -1,21 +1,20 @@
 """One random checkpoint and one server for all end-to-end tests that do not stop it."""
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import openai
 import pytest
-from server_process import COMMAND, SMALL, ServerProcess
+from server_process import SMALL, ServerProcess
+
+from minidsa.model.make_checkpoint import PRESETS, write_random_checkpoint
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint as `minidsa make-checkpoint` writes it."""
     folder = tmp_path_factory.mktemp("checkpoint") / "random"
-    command = [*COMMAND, "make-checkpoint", str(folder), "--seed", "3"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert done.stdout.startswith("wrote a random checkpoint")
+    write_random_checkpoint(folder, PRESETS["default"], seed=3)
     return folder
 
 

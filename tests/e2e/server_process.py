@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -15,6 +16,9 @@ from patience import PATIENCE
 
 START_SECONDS = 2 * PATIENCE
 COMMAND = (sys.executable, "-m", "minidsa.server.cli")
+MODELLESS = (sys.executable, str(Path(__file__).with_name("modelless.py")))
+"""The same but for the model: its engine takes a tenth of the time to start."""
+PYTHONPATH = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
 SMALL = (
     *("--port", "0", "--dtype", "float32", "--num-threads", "1", "--max-model-len", "512"),
     *("--max-num-seqs", "16", "--max-num-batched-tokens", "128"),
@@ -25,13 +29,15 @@ SMALL = (
 class ServerProcess:
     """Starts on construction; `url` is known once the ready line was read. `lines` is stdout."""
 
-    def __init__(self, *arguments: str, wait_ready: bool = True) -> None:
+    def __init__(
+        self, *arguments: str, wait_ready: bool = True, command: Sequence[str] = COMMAND
+    ) -> None:
         self.process = subprocess.Popen(
-            [*COMMAND, "serve", *arguments],
+            [*command, "serve", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PYTHONWARNINGS": "default"},
+            env=os.environ | {"PYTHONWARNINGS": "default", "PYTHONPATH": PYTHONPATH},
         )
         self.lines: list[str] = []
         self.errors: list[str] = []

@@ -8,11 +8,13 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
-from server_process import COMMAND, SMALL, ServerProcess
+from server_process import COMMAND, MODELLESS, PYTHONPATH, SMALL, ServerProcess
 
 from patience import PATIENCE
 
@@ -24,7 +26,7 @@ def start(checkpoint):
     """Starts servers and ends those that a test leaves behind."""
     started: list[ServerProcess] = []
 
-    def make(*arguments: str, **options: bool) -> ServerProcess:
+    def make(*arguments: str, **options: Any) -> ServerProcess:
         process = ServerProcess(str(checkpoint), *SMALL, *arguments, **options)
         started.append(process)
         return process
@@ -62,9 +64,15 @@ class Stream(threading.Thread):
         return [json.loads(line[6:]) for line in lines[:-1]]
 
 
-def refuse(*arguments: str) -> tuple[int, list[str]]:
+def refuse(
+    *arguments: str, port: str = "0", command: Sequence[str] = COMMAND
+) -> tuple[int, list[str]]:
     done = subprocess.run(
-        [*COMMAND, *arguments], capture_output=True, text=True, timeout=2 * PATIENCE
+        [*command, "serve", "--port", port, *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": PYTHONPATH},
+        timeout=2 * PATIENCE,
     )
     return done.returncode, [line for line in done.stderr.splitlines() if line]
 
@@ -77,7 +85,7 @@ def wait_draining(server: ServerProcess) -> None:
 
 
 def test_ops_07_sigterm_lets_streams_finish(start):
-    server = start()
+    server = start(command=MODELLESS)
     streams = [Stream(server.url, max_tokens=tokens) for tokens in (100, 150, 200)]
     server.process.send_signal(signal.SIGTERM)
     wait_draining(server)
@@ -105,7 +113,7 @@ def test_a_signal_beside_the_import_of_what_serves_ends_the_start(start):
 
 
 def test_ops_09_the_drain_has_a_cap(start):
-    server = start("--drain-seconds", "0.3")
+    server = start("--drain-seconds", "0.3", command=MODELLESS)
     streams = [Stream(server.url, max_tokens=500) for _ in range(12)]
     begin = time.monotonic()
     assert server.stop() == 1
@@ -117,7 +125,7 @@ def test_ops_09_the_drain_has_a_cap(start):
 
 
 def test_a_second_signal_leaves_at_once(start):
-    server = start()
+    server = start(command=MODELLESS)
     for _ in range(12):
         Stream(server.url, max_tokens=500)
     begin = time.monotonic()
@@ -128,7 +136,7 @@ def test_a_second_signal_leaves_at_once(start):
 
 
 def test_ops_02_the_engine_is_killed(start):
-    server = start()
+    server = start(command=MODELLESS)
     streams = [Stream(server.url, max_tokens=500) for _ in range(8)]
     os.kill(server.engine_pid, signal.SIGKILL)
     begin = time.monotonic()
@@ -140,7 +148,7 @@ def test_ops_02_the_engine_is_killed(start):
 
 
 def test_ops_03_the_server_is_killed(start):
-    server = start()
+    server = start(command=MODELLESS)
     engine = server.engine_pid
     server.process.kill()
     end = time.monotonic() + PATIENCE
@@ -169,6 +177,7 @@ def test_ops_01_a_start_tells_what_runs_and_ops_08_an_idle_server_leaves_at_once
     begin = time.monotonic()
     assert server.stop(signal.SIGINT) == 0
     assert time.monotonic() - begin < PATIENCE
+    assert not [line for line in server.errors if not line.startswith("INFO: ")]
     assert not Path(f"/proc/{engine}").exists()
 
 
@@ -191,7 +200,7 @@ def listening_sockets(server: ServerProcess) -> set[str]:
 def test_ops_16_a_taken_port_is_one_line(checkpoint):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        code, lines = refuse("serve", str(checkpoint), "--port", port)
+        code, lines = refuse(str(checkpoint), port=port, command=MODELLESS)
     assert code == 1
     assert len(lines) == 1 and port in lines[0] and "in use" in lines[0]
 
@@ -213,14 +222,14 @@ def test_ops_16_a_taken_port_is_one_line(checkpoint):
     ],
 )
 def test_a_setting_that_cannot_be_obeyed_is_one_line_and_code_2(checkpoint, setting, words):
-    code, lines = refuse("serve", str(checkpoint), "--port", "0", "--set", setting)
+    code, lines = refuse(str(checkpoint), "--set", setting)
     assert code == 2
     assert len(lines) == 1 and lines[0].startswith("minidsa: ")
     assert all(word in lines[0] for word in words)
 
 
 def test_http_02_a_chat_format_that_cannot_work_is_refused_before_weights_are_read(checkpoint):
-    code, lines = refuse("serve", str(checkpoint), "--port", "0", "--chat-format", "jinja")
+    code, lines = refuse(str(checkpoint), "--chat-format", "jinja", command=MODELLESS)
     assert code == 2
     assert lines == ["minidsa: chat_format jinja: the checkpoint has no chat template"]
 
@@ -250,6 +259,6 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(checkpoint, tmp_path, damag
         content = weights.read_bytes()
         weights.unlink()
         weights.write_bytes(content[: len(content) // 2])
-    code, lines = refuse("serve", str(tmp_path), "--port", "0")
+    code, lines = refuse(str(tmp_path))
     assert code == 1
     assert len(lines) == 1 and lines[0].startswith("minidsa: ")

@@ -4,26 +4,29 @@ import io
 
 import pytest
 
-from minidsa.configs.engine import EngineConfig
+from minidsa.configs.engine import CacheConfig, EngineConfig
 from minidsa.configs.sampling import SamplingParams
+from minidsa.scheduler import process
 from minidsa.scheduler.offline import OfflineEngine
 from minidsa.server.cli import main
 from minidsa.server.commands import EMBEDDED
 from minidsa.server.tokenizer import Tokenizer
+from scheduler_fakes import FakeTarget
 
 QUESTION = "What is the capital of Norway?"
+# Not the two gigabytes that 64 requests of the longest kind would need.
+SMALL = ("--num-threads", "1", "--set", "engine.cache.num_pages=64")
 
 
 def generated(arguments: list[str], capsys) -> str:
     with pytest.raises(SystemExit, match="0"):
-        main(["generate", *arguments, "--temperature", "0", "--num-threads", "1"])
+        main(["generate", *arguments, "--temperature", "0", *SMALL])
     return capsys.readouterr().out
 
 
 def test_generate_writes_the_text_that_the_offline_engine_gives(capsys):
-    engine = OfflineEngine.load(
-        EMBEDDED, Tokenizer.from_directory, EngineConfig(num_threads=1)
-    )  # fmt: skip
+    config = EngineConfig(num_threads=1, cache=CacheConfig(num_pages=64))
+    engine = OfflineEngine.load(EMBEDDED, Tokenizer.from_directory, config)
     params = SamplingParams(max_tokens=12, seed=0, temperature=0.0)
     (answer,) = engine.generate(["Once upon a time"], params)
     assert answer.text
@@ -37,9 +40,11 @@ def test_the_prompt_of_a_chat_comes_from_stdin(capsys, monkeypatch):
     assert generated(["--chat", "--stop", "."], capsys) == "The capital of Norway is Oslo\n"
 
 
-def test_a_chat_format_that_the_checkpoint_has_not_is_a_wrong_setting(capsys):
+def test_a_chat_format_that_the_checkpoint_has_not_is_a_wrong_setting(capsys, monkeypatch):
+    """Refused once the engine has said what it would load."""
+    monkeypatch.setattr(process, "_serve", FakeTarget(vocab_size=4096))
     with pytest.raises(SystemExit, match="2"):
-        main(["generate", QUESTION, "--chat", "--chat-format", "jinja", "--num-threads", "1"])
+        main(["generate", QUESTION, "--chat", "--chat-format", "jinja", *SMALL])
     assert "chat_format jinja: " in capsys.readouterr().err
 
 

@@ -16,7 +16,7 @@ import pytest
 from minidsa.configs.engine import EngineConfig
 from minidsa.configs.setting_error import SettingError
 from minidsa.scheduler.messages import Abort, Failed, Heartbeat, Loaded, Outputs, Planned, Ready
-from minidsa.scheduler.process import EngineDied, EngineProcess
+from minidsa.scheduler.process import EngineDied, EngineProcess, make_checkpoint
 from patience import PATIENCE
 from scheduler_fakes import FakeTarget, Plan, expected, submit
 
@@ -272,15 +272,22 @@ async def test_close_ends_an_engine_that_is_still_loading():
     assert multiprocessing.active_children() == []
 
 
-def test_checkpoints_are_written_by_a_child_so_that_torch_stays_out(tmp_path, capfd):
-    (tmp_path / "file").write_text("")
+def test_checkpoints_are_written_by_a_child_so_that_torch_stays_out(tmp_path):
     code = (
-        "import sys; from minidsa.scheduler.process import make_checkpoint\n"
-        "if __name__ == '__main__':\n    make_checkpoint(sys.argv[1], 0)\n"
+        "import sys; from minidsa.server.commands import run\n"
+        "if __name__ == '__main__':\n    print(run(['make-checkpoint', sys.argv[1]]))\n"
         "    sys.exit('torch' in sys.modules)\n"
     )
-    targets = (tmp_path / "checkpoint", tmp_path / "file" / "below")
-    writers = [subprocess.Popen([sys.executable, "-c", code, str(t)]) for t in targets]
-    assert [writer.wait(timeout=2 * PATIENCE) for writer in writers] == [0, 1]
-    assert (targets[0] / "config.json").exists() and list(targets[0].glob("*.safetensors"))
-    assert "RuntimeError: no checkpoint was written" in capfd.readouterr().err
+    command = [sys.executable, "-c", code, str(tmp_path / "new")]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout.startswith("wrote a random checkpoint to") and not done.stderr
+    assert (tmp_path / "new" / "config.json").exists()
+    assert list((tmp_path / "new").glob("*.safetensors"))
+
+
+def test_a_checkpoint_that_its_child_cannot_write_is_told(tmp_path, monkeypatch, capfd):
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(RuntimeError, match="no checkpoint was written to"):
+        make_checkpoint(str(tmp_path / "new"), 0)
+    assert "ImportError: no torch here" in capfd.readouterr().err
