@@ -19,6 +19,7 @@ from server_process import ServerProcess
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+SMALL = ("--port", "0", "--set", "engine.cache.num_pages=600")
 
 
 class Pet(pydantic.BaseModel):
@@ -68,7 +69,7 @@ WEATHER: Any = {
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[openai.OpenAI]:
     """`minidsa serve` without a model serves it."""
-    server = ServerProcess("--port", "0", "--set", "engine.cache.num_pages=600")
+    server = ServerProcess(*SMALL)
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="EMPTY", max_retries=0) as client:
         yield client
     server.kill()
@@ -241,7 +242,7 @@ def test_the_fp8_twin_gives_the_same_answers(tiny, tmp_path):
 
     shipped = Path(__file__).parents[2] / "checkpoints" / "tiny-dsa"
     write_twin(shipped, tmp_path)
-    server = ServerProcess(str(tmp_path), "--port", "0", "--served-model-name", "tiny-dsa")
+    server = ServerProcess(str(tmp_path), *SMALL, "--served-model-name", "tiny-dsa")
     try:
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="EMPTY", max_retries=0) as twin:
             for question in ("What is the capital of Norway?", "What is 7 + 5?"):
