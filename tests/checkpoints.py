@@ -1,8 +1,9 @@
 """The small checkpoints that tests share, each built once in a session.
 
-T_CPU has every mechanism of DeepSeek-V3.2 at a size that takes milliseconds; the others change one
-thing. Its four index heads and random weights make exact ties of index scores common (a key that
-every head rejects scores 0), which is what a total order of the selection is for.
+T_CPU has every mechanism of DeepSeek-V3.2 at a size that takes milliseconds. What is served step by
+step has two of its layers, a dense one and one of experts, and changes one thing or none. Its four
+index heads and random weights make exact ties of index scores common (a key that every head rejects
+scores 0), which is what a total order of the selection is for.
 """
 
 import atexit
@@ -57,6 +58,8 @@ T_CPU: Mapping[str, Any] = MappingProxyType(
         "torch_dtype": "float32",
     }
 )
+
+T_SERVED: Mapping[str, Any] = MappingProxyType(dict(T_CPU) | {"num_hidden_layers": 2})
 
 FP8: Mapping[str, Any] = MappingProxyType(
     {
@@ -151,21 +154,27 @@ def _written(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
 
 
 @functools.cache
+def t_four_layers() -> Path:
+    """T_CPU as it is."""
+    return _written(T_CPU, tensors_of(T_CPU))
+
+
+@functools.cache
 def t_cpu() -> Path:
     """The ordinary bed."""
-    return _written(T_CPU, tensors_of(T_CPU))
+    return _written(T_SERVED, tensors_of(T_SERVED))
 
 
 @functools.cache
 def t_tied() -> Path:
     """Rows 2i and 2i + 1 of the head are one ulp apart: the last bits decide who wins."""
-    return _written(T_CPU, _tied(tensors_of(T_CPU)))
+    return _written(T_SERVED, _tied(tensors_of(T_SERVED)))
 
 
 @functools.cache
 def t_tied_dense() -> Path:
     """`t_tied` without an indexer, so that every length is attended to whole."""
-    config = {name: value for name, value in T_CPU.items() if not name.startswith("index_")}
+    config = {name: value for name, value in T_SERVED.items() if not name.startswith("index_")}
     config |= {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
     return _written(config, _tied(tensors_of(config)))
 
@@ -184,7 +193,7 @@ def t_nan() -> Path:
     and no layer writes to it, and the first MLP multiplies it past the largest float.
     """
     channel = 0
-    tensors = tensors_of(T_CPU)
+    tensors = tensors_of(T_SERVED)
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             tensor[channel] = 0
@@ -192,13 +201,13 @@ def t_nan() -> Path:
     tensors["model.embed_tokens.weight"][NAN_TOKEN, channel] = 8
     for name in ("gate_proj", "up_proj"):
         tensors[f"model.layers.0.mlp.{name}.weight"][:, channel] = 3e38
-    return _written(T_CPU, tensors)
+    return _written(T_SERVED, tensors)
 
 
 @functools.cache
 def t_eos() -> Path:
     """Requests end early and at different lengths."""
-    return _written(dict(T_CPU) | {"eos_token_id": list(EOS_IDS)}, tensors_of(T_CPU))
+    return _written(dict(T_SERVED) | {"eos_token_id": list(EOS_IDS)}, tensors_of(T_SERVED))
 
 
 @functools.cache
@@ -207,19 +216,19 @@ def t_markov() -> Path:
 
     No layer adds anything to the embeddings; the MTP layer passes that of the next token on.
     """
-    tensors = tensors_of(T_CPU)
+    tensors = tensors_of(T_SERVED)
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             tensor.zero_()
-    hidden = T_CPU["hidden_size"]
-    prefix = f"model.layers.{T_CPU['num_hidden_layers']}."
+    hidden = T_SERVED["hidden_size"]
+    prefix = f"model.layers.{T_SERVED['num_hidden_layers']}."
     tensors[f"{prefix}eh_proj.weight"] = torch.cat(
         [torch.eye(hidden), torch.zeros(hidden, hidden)], 1
     )
     for name in ("enorm", "shared_head.norm"):
         tensors[f"{prefix}{name}.weight"] = torch.ones(hidden)
     tensors["model.norm.weight"] = torch.ones(hidden)
-    return _written(T_CPU, tensors)
+    return _written(T_SERVED, tensors)
 
 
 @functools.cache

@@ -42,9 +42,9 @@ def _prepare() -> None:
 @pytest.fixture
 def single(tmp_path):
     """A private copy of T_CPU in one file."""
-    from checkpoints import t_cpu
+    from checkpoints import t_four_layers
 
-    return Path(shutil.copytree(t_cpu(), tmp_path / "single"))
+    return Path(shutil.copytree(t_four_layers(), tmp_path / "single"))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import oracle
-from checkpoints import T_CPU, t_cpu, t_tied_dense
+from checkpoints import T_SERVED, t_cpu, t_tied_dense
 from minidsa.configs.engine import CacheConfig, EngineConfig, SpeculativeConfig
 from minidsa.configs.sampling import AttentionRule, SamplingParams
 from minidsa.scheduler.offline import Generated, OfflineEngine
@@ -47,11 +47,11 @@ def scores(answer: Generated) -> torch.Tensor:
 
 def truth(answer: Generated, rule: AttentionRule | None) -> torch.Tensor:
     tensors = load_file(t_cpu() / "model.safetensors")
-    topk = T_CPU["index_topk"]
+    topk = T_SERVED["index_topk"]
     if rule is not None:
         topk = 10**6 if rule.mode == "dense" else rule.index_topk or topk
     ids = answer.prompt_ids + answer.token_ids
-    logits = oracle.run(tensors, dict(T_CPU) | {"index_topk": topk}, ids[:-1]).logits
+    logits = oracle.run(tensors, dict(T_SERVED) | {"index_topk": topk}, ids[:-1]).logits
     return logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]]
 
 
