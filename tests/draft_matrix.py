@@ -210,7 +210,12 @@ class Matrix:
         self.feature = FEATURES[self.name]
         self.asked = [ask(self.feature, number) for number in self.numbers]
         longest = max(len(each.submit.prompt_ids) for each in self.asked)
-        self.settings = dataclasses.replace(PLAIN, max_model_len=longest + self.feature.room)
+        longest += self.feature.room
+        # Room for each request twice, so that what one has left is found by the next.
+        pages = 2 * len(self.asked) * -(-longest // PLAIN.page_size)
+        self.settings = dataclasses.replace(
+            PLAIN, max_model_len=longest, pages=min(pages, PLAIN.pages)
+        )
         answers = self._serve(dataclasses.replace(self.settings, reuse=False), rounds=1)
         pieces = [[whole(answers.pieces[each.submit.request_id])] for each in self.asked]
         self.plain = [as_read(*each) for each in zip(self.asked, pieces, strict=True)]
