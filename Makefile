@@ -20,9 +20,10 @@ test: dev
 test-unit: dev
 	$(PYTEST) -m "not gpu and not deep" tests/unit $(ARGS)
 
-# The long versions of the equality grids: minutes instead of seconds.
+# The long versions of the equality grids, and ten times as many of the cases that hypothesis makes
+# up: minutes instead of seconds.
 test-deep: dev
-	$(PYTEST) -m "deep and not gpu" $(ARGS)
+	$(PYTEST) -m "(deep or hypothesis) and not gpu" --hypothesis-profile thorough $(ARGS)
 
 # Thousands of random settings in which every answer has to be its own, to the last bit.
 sweep: dev

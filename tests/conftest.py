@@ -26,9 +26,12 @@ def _prepare() -> None:
 
     torch.set_num_threads(1)
     # A slow machine is no finding.
-    hypothesis.settings.register_profile("patient", deadline=None)
+    hypothesis.settings.register_profile("patient", deadline=None, max_examples=30)
+    hypothesis.settings.register_profile("thorough", deadline=None, max_examples=300)
     hypothesis.settings.register_profile(
-        "unshrunk", deadline=None, phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate]
+        "unshrunk",
+        hypothesis.settings.get_profile("patient"),
+        phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
     )
     hypothesis.settings.load_profile("patient")
     if not torch.cuda.is_available():

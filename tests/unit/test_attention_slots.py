@@ -4,7 +4,7 @@ from itertools import chain
 
 import hypothesis.strategies as st
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from minidsa.attention.metadata import Part
 from minidsa.attention.slots import LONG_RUN, SHORTEST_PIECE, RequestSlots
@@ -26,7 +26,6 @@ def block_tables(draw) -> tuple[list[list[int]], list[int], int]:
     return [pages + [0] * (width - len(pages)) for pages in tables], lengths, page_size
 
 
-@settings(max_examples=150)
 @given(block_tables())
 def test_pieces_are_the_positions_in_order(case):
     tables, lengths, size = case

@@ -158,6 +158,6 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 CacheMachine.TestCase.settings = settings(
-    max_examples=300, stateful_step_count=40, derandomize=True
+    max_examples=3 * settings().max_examples, stateful_step_count=40, derandomize=True
 )
 TestCache = CacheMachine.TestCase

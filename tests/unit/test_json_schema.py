@@ -4,7 +4,7 @@ import json
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from grammar_bed import params, small_compiler, walk
@@ -180,7 +180,6 @@ def grown(inner):
     ))  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.recursive(leaf(), grown, max_leaves=6), st.integers(0, 99))
 def test_generated_schemas_let_only_valid_texts_through(schema, seed):
     text, done = walk(compiled(schema), seed)

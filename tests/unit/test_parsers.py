@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from minidsa.server.chat_encoding import encode_messages
@@ -100,7 +100,6 @@ outputs = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
 
 
 @given(outputs, st.sampled_from(["reasoning", "content"]), st.booleans(), st.data())
-@settings(max_examples=200)
 def test_api_78_any_split_gives_the_events_of_the_whole(text, start, cut, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=10)))
     pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
@@ -111,7 +110,6 @@ def test_api_78_any_split_gives_the_events_of_the_whole(text, start, cut, data):
 
 
 @given(outputs, st.booleans())
-@settings(max_examples=200)
 def test_shown_text_is_verbatim_and_ended_calls_are_json(text, cut):
     events = parse(text, cut=cut)
     for event in events:

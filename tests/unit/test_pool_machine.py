@@ -78,5 +78,5 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_free + len(resting) + held == self.pool.num_pages
 
 
-PoolMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, derandomize=True)
+PoolMachine.TestCase.settings = settings(stateful_step_count=40, derandomize=True)
 TestPool = PoolMachine.TestCase

@@ -253,6 +253,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=250, stateful_step_count=40, derandomize=True
+    max_examples=3 * settings().max_examples, stateful_step_count=40, derandomize=True
 )
 TestScheduler = SchedulerMachine.TestCase

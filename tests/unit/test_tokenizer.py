@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from minidsa.model.small_tokenizer import (
@@ -132,7 +132,6 @@ def test_a_model_that_knows_the_literals_as_whole_words_keeps_them_text_too():
 
 
 @given(st.text())
-@settings(max_examples=200)
 def test_token_bytes_joined_are_the_text(text):
     tokenizer = small_tokenizer()
     ids = tokenizer.encode_text(text, add_bos=False)

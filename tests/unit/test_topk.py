@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 import attention_oracle as oracle
 from minidsa.attention.kernels import topk as topk_module
@@ -31,7 +31,6 @@ def test_equals_the_definition(values, k, data):
     assert positions == oracle.best(single[:visible], k) + [-1] * (k - count)
 
 
-@settings(max_examples=200)
 @given(st.integers(1, 4), st.integers(1, 12), st.integers(0, 9), st.data())
 def test_fast_form_equals_the_definition(rows, k, extra, data):
     """Rows of different lengths, ties and NaN in some of them only."""

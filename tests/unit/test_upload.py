@@ -43,7 +43,7 @@ def test_an_error_is_raised_in_its_turn_and_ends_the_rest():
             time.sleep(0.1)  # all of them would take 25 s, four at a time
         return name
 
-    loading = Uploader(CPU).each(place, names)
+    loading = Uploader(CPU, piece_bytes=50).each(place, names)
     assert [next(loading), next(loading)] == names[:2]
     with pytest.raises(ValueError, match="tensor 2"):
         next(loading)
