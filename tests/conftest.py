@@ -3,6 +3,7 @@
 Without a GPU, kernels run in Triton's interpreter.
 """
 
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -25,6 +26,10 @@ def _prepare() -> None:
     import torch
 
     torch.set_num_threads(1)
+    # Six times a test, pytest would hang a handler on each of torch's fifty that do not.
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
     # A slow machine is no finding.
     hypothesis.settings.register_profile("patient", deadline=None, max_examples=30)
     hypothesis.settings.register_profile("thorough", deadline=None, max_examples=300)

@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("attention", "configs", "kv_cache", "model", "scheduler", "server")
-PIP_WHEEL = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w"]
+# What pip calls, without pip, which takes as long as the rest.
+BUILD_WHEEL = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 
 
 def sources() -> list[Path]:
@@ -35,9 +36,14 @@ def test_pyproject_names_every_package():
 def test_wheel_holds_every_module(tmp_path):
     # From a copy: setuptools leaves a build folder beside the sources.
     source = tmp_path / "source"
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info"))
+    source.mkdir()
+    for folder in (*PACKAGES, "checkpoints"):
+        shutil.copytree(ROOT / folder, source / folder)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
     subprocess.run(
-        [sys.executable, *PIP_WHEEL, str(tmp_path), str(source)],
+        [sys.executable, "-c", BUILD_WHEEL, str(tmp_path)],
+        cwd=source,
         check=True,
         capture_output=True,
     )

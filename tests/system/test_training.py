@@ -1,8 +1,6 @@
 """The shipped checkpoint's making: split, encoding, export, and a training in smoke size."""
 
 import json
-import subprocess
-import sys
 from itertools import islice
 from pathlib import Path
 
@@ -17,18 +15,6 @@ SHIPPED = ROOT / "checkpoints" / "tiny-dsa"
 def root_on_path(monkeypatch):
     """training/ is a program of the repository, not a part of the installed package."""
     monkeypatch.syspath_prepend(str(ROOT))
-
-
-def run_training(*arguments: str):
-    """`python -m training` as a user runs it."""
-    return subprocess.run(
-        [sys.executable, "-m", "training", "--device", "cpu", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={"OMP_NUM_THREADS": "1", "PATH": ""},
-    )
 
 
 def test_held_out_documents_are_never_trained_on():
@@ -198,22 +184,6 @@ def test_optimizer_orthogonalises_batches():
         assert singular.max() < 1.5
 
 
-@pytest.mark.slow
-def test_smoke_training_goes_from_data_to_gates(tmp_path):
-    """All phases in a few steps; the gates are missed, of course, and the files are there."""
-    done = run_training(
-        *("--preset", "smoke", "--out", str(tmp_path), "--steps", "4"),
-        *("--batch-tokens", "1024", "--minutes", "5"),
-    )
-    assert done.returncode == 1, done.stderr
-    assert "after sparse" in done.stdout
-    assert "FAIL needle recall" in done.stdout
-    assert (tmp_path / "model-00001-of-00001.safetensors").is_file()
-    from training import export
-
-    assert export.load(tmp_path).config.vocab_size == 1024
-
-
 @pytest.fixture
 def main(monkeypatch):
     """The command in this process, without its settings of the process that other tests share."""
@@ -222,6 +192,21 @@ def main(monkeypatch):
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _precision: None)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     return command.main
+
+
+@pytest.mark.slow
+def test_smoke_training_goes_from_data_to_gates(tmp_path, main, capsys):
+    """All phases in a few steps; the gates are missed, of course, and the files are there."""
+    sizes = ("--steps", "4", "--batch-tokens", "1024", "--minutes", "5")
+    command = ["--device", "cpu", "--preset", "smoke", "--out", str(tmp_path), *sizes]
+    assert main(command) == 1
+    said = capsys.readouterr().out
+    assert "after sparse" in said
+    assert "FAIL needle recall" in said
+    assert (tmp_path / "model-00001-of-00001.safetensors").is_file()
+    from training import export
+
+    assert export.load(tmp_path).config.vocab_size == 1024
 
 
 @pytest.mark.parametrize(

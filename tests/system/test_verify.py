@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from minidsa.configs.engine import EngineConfig
+from minidsa.configs.engine import CacheConfig, EngineConfig
 from minidsa.configs.logprobs import TokenLogprobs
 from minidsa.configs.setting_error import SettingError
 from minidsa.scheduler.verify import Measure, Texts, measures, verify
@@ -53,7 +53,7 @@ def test_ties_agree_and_nan_does_not():
 def test_the_small_checkpoint_agrees_with_transformers():
     """Past its index_topk, so that selections count too."""
     said: list[str] = []
-    config = EngineConfig(model=str(EMBEDDED), num_threads=1)
+    config = EngineConfig(model=str(EMBEDDED), num_threads=1, cache=CacheConfig(num_pages=64))
     assert verify(config, Texts(1, 160, first_id=0), None, said.append)
     assert len(said) == 5 and "transformers" in said[0]
     assert not verify(config, Texts(1, 20, first_id=0), 1e-12, said.append)
