@@ -42,7 +42,7 @@ def write_fused(
     slots_T: Tensor,
     norms: RowNorms,
 ) -> None:
-    """Norm, rotate, quantise and store T tokens: projected latents, keys and index keys."""
+    """Norm, rotate, quantise and store T tokens: projected index keys, latents and keys."""
     from .kernels.cache_write import (  # noqa: PLC0415 - only where triton is installed
         IndexWrite,
         LatentWrite,

@@ -219,7 +219,7 @@ class Slice:
 
 def floor_ms(layers: int, requests: int, length: int, row_bytes: int, width: int = 1) -> float:
     """Weights that a step of `width` tokens a request reads once, and the rows of every request."""
-    attention = 7168 * (1536 + 576 + 128) * 2 + 24576 * 1536 + 7168 * 16384
+    attention = 7168 * (1536 + 576 + 128) + 24576 * 1536 + 7168 * 16384
     attention += 128 * 256 * 512 * 2 + 64 * 128 * 1536 * 2
     hit = 256 * (1 - (1 - 8 / 256) ** (requests * width)) + 1
     experts = hit * 3 * 2048 * 7168 + 256 * 7168 * 4

@@ -27,7 +27,11 @@ logger = logging.getLogger(__name__)
 PLAIN_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 # Of products that `Allocator.fp8_linear` and the experts make.
 MAY_BE_FP8 = tuple(
-    f"{name}_proj.weight" for name in ("self_attn.q_b", ".o", ".gate", ".up", ".down")
+    f"{name}.weight"
+    for name in (
+        *("q_proj", "q_a_proj", "indexer.wk", "kv_a_proj_with_mqa", "q_b_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    )
 )
 ROWS_AT_ONCE = 4096  # of two tensors that are compared
 

@@ -153,8 +153,9 @@ def _product(
     target, order = linear.weight_ED[part], None if rows is None else tuple(rows)
     if isinstance(linear, Linear):
         return name, Slice(tuple(target.shape), target, order)
-    blocks = slice(*(None if end is None else end // BLOCK for end in (part.start, part.stop)))
-    return name, Slice(tuple(target.shape), target, order, linear.scales[blocks])
+    first, last, _ = part.indices(len(linear.weight_ED))
+    scales = linear.scales[first // BLOCK : -(-last // BLOCK)]
+    return name, Slice(tuple(target.shape), target, order, scales)
 
 
 def _mtp(prefix: str, mtp: MtpLayer, config: ModelConfig) -> Iterator[Entry]:
@@ -177,32 +178,32 @@ def _layer(prefix: str, layer: DecoderLayer, config: ModelConfig) -> Iterator[En
 
 def _attention(prefix: str, mla: Mla, config: ModelConfig) -> Iterator[Entry]:
     latent, rope_dim, query = config.kv_lora_rank, config.rope_dim, mla.query_width
-    latent_end = mla.latent_start + latent + rope_dim
     query_rows = kv_rows = None
     if not config.rope.interleaved:
         query_rows = half_split_rows(config.nope_dim + rope_dim, rope_dim, start=config.nope_dim)
         kv_rows = half_split_rows(latent + rope_dim, rope_dim, start=latent)
     if mla.q_norm is None or mla.up is None:
-        yield _whole(f"{prefix}q_proj.weight", mla.down.weight_ED[:query], query_rows)
+        yield _product(f"{prefix}q_proj.weight", mla.down, slice(query), query_rows)
     else:
-        yield _whole(f"{prefix}q_a_proj.weight", mla.down.weight_ED[: mla.latent_start])
+        yield _product(f"{prefix}q_a_proj.weight", mla.down, slice(mla.index_start))
         yield _whole(f"{prefix}q_a_layernorm.weight", mla.q_norm.weight_D)
         yield _product(f"{prefix}q_b_proj.weight", mla.up, rows=query_rows)
-    rows_ED = mla.down.weight_ED[mla.latent_start : latent_end]
-    yield _whole(f"{prefix}kv_a_proj_with_mqa.weight", rows_ED, kv_rows)
+    cached = slice(mla.latent_start, mla.latent_start + latent + rope_dim)
+    yield _product(f"{prefix}kv_a_proj_with_mqa.weight", mla.down, cached, kv_rows)
     yield _whole(f"{prefix}kv_a_layernorm.weight", mla.kv_norm.weight_D)
     yield _whole(f"{prefix}kv_b_proj.weight", mla.kv_b_HXC.flatten(0, 1))
     yield _product(f"{prefix}o_proj.weight", mla.out)
     if mla.indexer is not None:
-        yield from _indexer(f"{prefix}indexer.", mla.indexer, mla.down.weight_ED[latent_end:])
+        yield from _indexer(f"{prefix}indexer.", mla.indexer, mla)
 
 
-def _indexer(prefix: str, indexer: Indexer, keys_ED: Tensor) -> Iterator[Entry]:
+def _indexer(prefix: str, indexer: Indexer, mla: Mla) -> Iterator[Entry]:
     rows = None
     if not indexer.indexer.rope_interleaved:
         rows = half_split_rows(indexer.indexer.head_dim, indexer.rope_dim)
     yield _whole(f"{prefix}wq_b.weight", indexer.up.weight_ED, rows)
-    yield _whole(f"{prefix}wk.weight", keys_ED, rows)
+    keys = slice(mla.index_start, mla.latent_start)
+    yield _product(f"{prefix}wk.weight", mla.down, keys, rows)
     yield _whole(f"{prefix}k_norm.weight", indexer.key_norm.weight_D, rows)
     yield _whole(f"{prefix}k_norm.bias", indexer.key_norm.bias_D, rows)
     yield _whole(f"{prefix}weights_proj.weight", indexer.weights_nD)

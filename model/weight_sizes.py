@@ -19,14 +19,17 @@ class Part(NamedTuple):
     """Parameters of one kind.
 
     split: those that ranks of tensor parallelism would share out between them. whole: those that
-    each keeps. fp32: those that stay in fp32 whatever the model's dtype. scaled: those of `split`
-    that products take in block-scaled fp8.
+    each keeps. fp32: those that stay in fp32 whatever the model's dtype. scaled, scaled_whole:
+    those of `split` and of `whole` that products take in block-scaled fp8. padding: zeros behind
+    them that fill up the last blocks; no parameters.
     """
 
     split: int = 0
     whole: int = 0
     fp32: int = 0
     scaled: int = 0
+    scaled_whole: int = 0
+    padding: int = 0
 
     @property
     def parameters(self) -> int:
@@ -37,10 +40,13 @@ class Part(NamedTuple):
 
         keeps_fp8: weights that products take in fp8 are kept so, with their scales.
         """
-        fp8 = self.scaled if keeps_fp8 else 0
-        plain = -(-(self.split - fp8) // ranks) + self.whole
-        scales = fp8 // (BLOCK * BLOCK) * 4
-        return plain * item_size + self.fp32 * 4 + -(-(fp8 + scales) // ranks)
+        if not keeps_fp8:
+            return (-(-self.split // ranks) + self.whole) * item_size + self.fp32 * 4
+        plain = -(-(self.split - self.scaled) // ranks) + self.whole - self.scaled_whole
+        kept = self.scaled_whole + self.padding
+        blocks, shared = (self.scaled + kept) // BLOCK**2, self.scaled // BLOCK**2
+        fp8 = -(-(self.scaled + 4 * shared) // ranks) + kept + 4 * (blocks - shared)
+        return plain * item_size + self.fp32 * 4 + fp8
 
     def plus(self, other: "Part", times: int = 1) -> "Part":
         return Part(*(a + times * b for a, b in zip(self, other, strict=True)))
@@ -93,8 +99,8 @@ def _add(sizes: dict[str, Part], config: ModelConfig, layers: int, *, is_dense: 
         parts["indexer"] = _indexer(config, config.indexer)
     if is_dense or config.moe is None:
         width = config.intermediate_size
-        first = _fp8_linear(2 * width, config.hidden_size, parts=2)
-        parts["dense MLP"] = first.plus(_fp8_linear(config.hidden_size, width))
+        first = _fp8_linear(width, width, columns=config.hidden_size)
+        parts["dense MLP"] = first.plus(_fp8_linear(config.hidden_size, columns=width))
     else:
         gate = (config.hidden_size + 1) * config.moe.num_experts
         parts["experts"] = _experts(config.moe, config.hidden_size)._replace(fp32=gate)
@@ -105,22 +111,29 @@ def _add(sizes: dict[str, Part], config: ModelConfig, layers: int, *, is_dense: 
 def _attention(config: ModelConfig) -> Part:
     """With the two norms of the layer."""
     hidden, heads, latent = config.hidden_size, config.num_heads, config.kv_lora_rank
-    queries = heads * (config.nope_dim + config.rope_dim)
-    out = _fp8_linear(hidden, heads * config.v_dim)
-    whole = hidden * (latent + config.rope_dim) + latent + 2 * hidden
-    part = out.plus(Part(heads * (config.nope_dim + config.v_dim) * latent, whole))
-    if config.q_lora_rank is None:
-        return part.plus(Part(queries * hidden))
-    rank = config.q_lora_rank
-    up = _fp8_linear(queries, rank) if config.rope.interleaved else Part(queries * rank)
-    return part.plus(up).plus(Part(0, rank * (hidden + 1)))
+    part = _fp8_linear(hidden, columns=heads * config.v_dim)
+    part = part.plus(Part(heads * (config.nope_dim + config.v_dim) * latent, latent + 2 * hidden))
+    part = part.plus(_whole(_first_projection(config, latent + config.rope_dim)))
+    queries, rank = heads * (config.nope_dim + config.rope_dim), config.q_lora_rank
+    if rank is None:
+        return part.plus(_first_projection(config, queries))
+    up = _fp8_linear(queries, columns=rank, in_blocks=config.rope.interleaved)
+    return part.plus(up).plus(_whole(_first_projection(config, rank))).plus(Part(0, rank))
 
 
 def _indexer(config: ModelConfig, indexer: IndexerConfig) -> Part:
     queries = indexer.num_heads * indexer.head_dim * (config.q_lora_rank or 0)
-    keys = config.hidden_size * indexer.head_dim
     norm_and_weights = 2 * indexer.head_dim + indexer.num_heads * config.hidden_size
-    return Part(0, queries + keys, norm_and_weights)
+    keys = _whole(_first_projection(config, indexer.head_dim))
+    return keys.plus(Part(0, queries, norm_and_weights))
+
+
+def _first_projection(config: ModelConfig, rows: int) -> Part:
+    """Those rows of it that are one tensor of the checkpoint; `layers.mla` joins them."""
+    first = config.q_lora_rank or config.num_heads * (config.nope_dim + config.rope_dim)
+    index_width = config.indexer.head_dim if config.indexer else 0
+    in_blocks = config.rope.interleaved and index_width in (0, BLOCK) and first % BLOCK == 0
+    return _fp8_linear(rows, columns=config.hidden_size, in_blocks=in_blocks)
 
 
 def _experts(moe: MoeConfig, hidden: int) -> Part:
@@ -129,7 +142,14 @@ def _experts(moe: MoeConfig, hidden: int) -> Part:
     return Part(size, scaled=size if fits else 0)
 
 
-def _fp8_linear(rows: int, columns: int, *, parts: int = 1) -> Part:
+def _fp8_linear(*parts: int, columns: int, in_blocks: bool = True) -> Part:
     """As `Allocator.fp8_linear` decides."""
-    fits = columns % BLOCK == rows // parts % BLOCK == 0
-    return Part(rows * columns, scaled=rows * columns if fits else 0)
+    rows = sum(parts)
+    if not in_blocks or any(size % BLOCK for size in (columns, *parts[:-1])):
+        return Part(rows * columns)
+    return Part(rows * columns, scaled=rows * columns, padding=-rows % BLOCK * columns)
+
+
+def _whole(part: Part) -> Part:
+    """The same, but not shared out."""
+    return Part(whole=part.split, scaled_whole=part.scaled, padding=part.padding)

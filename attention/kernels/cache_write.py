@@ -1,7 +1,7 @@
 """What a token leaves in the cache, in one launch: norms, rope, fp8 and the scatter.
 
-A token's projected row is its latent c (C), the shared rotary key kr (R) and, where the layer has
-an indexer, the index key k (D). Into its slot go
+A token's projected row is its index key k (D) where the layer has an indexer, its latent c (C) and
+the shared rotary key kr (R). Into its slot go
 
     RMSNorm(c) * weight, rope(kr)           bf16, fp16, fp32, or fp8 rows (`fp8_rows`)
     rope(LayerNorm(k) * weight + bias)      the model's dtype, or fp8 pages
@@ -53,7 +53,7 @@ def write_rows(
 ) -> None:
     """Write the rows of T tokens into their slots; a negative slot is skipped.
 
-    projected_TE: [T, C + R (+ D)] in the model's dtype; rows may be part of wider ones.
+    projected_TE: [T, (D +) C + R] in the model's dtype; rows may be part of wider ones.
     angles_TR: complex64 [T, R / 2]. slots_T: int64, each at most once. power_of_two: fp8 scales.
     C, R and D are powers of two; C at least 128 for fp8. Raises TypeError for other dtypes.
     """
@@ -87,7 +87,7 @@ def write_rows(
         *scatter,
         C=width,
         R=2 * angles_TR.shape[1],
-        D=len(index.weight_D) if index else 1,
+        D=len(index.weight_D) if index else 0,
         PAGE=page,
         LATENT_FP8=scales is not None,
         INDEX_FP8=key_scales is not None,
@@ -191,6 +191,7 @@ def _write(
     projected_ptr += token * projected_stride
     angles_ptr += token * R
     if tl.program_id(1) == 0:
+        projected_ptr += D
         latent = _rms_norm(projected_ptr, weight_ptr, eps, C)
         latent_ptrs = latent_ptr + slot * latent_stride + tl.arange(0, C)
         if LATENT_FP8:
@@ -205,8 +206,8 @@ def _write(
         rope = tl.reshape(_rotate(pairs, angles_ptr, R, R), (R,)).to(rope.dtype)
         rope_ptrs = rope_ptr + slot * rope_stride + tl.arange(0, R)
         tl.store(rope_ptrs, rope.to(rope_ptr.dtype.element_ty))
-    elif D > 1:
-        key = _layer_norm(projected_ptr + C + R, index_weight_ptr, index_bias_ptr, eps, D)
+    elif D > 0:
+        key = _layer_norm(projected_ptr, index_weight_ptr, index_bias_ptr, eps, D)
         key_pairs = tl.reshape(key.to(tl.float32), (D // 2, 2))
         key = tl.reshape(_rotate(key_pairs, angles_ptr, D, R), (D,)).to(key.dtype)
         key_ptrs = keys_ptr + slot // PAGE * page_stride + slot % PAGE * key_stride

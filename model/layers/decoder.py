@@ -35,7 +35,9 @@ class DecoderLayer:
 
     def queries(self, x_TD: Tensor, delta_TD: Tensor | None, rows: Rows) -> Query:
         """The first half: what the tokens ask; x_TD takes delta_TD, rows go to the cache."""
-        return self.attention.queries(self.attention_norm.add(x_TD, delta_TD), rows)
+        if self.attention.takes_fp8:
+            return self.attention.queries(rows, *self.attention_norm.in_fp8(x_TD, delta_TD))
+        return self.attention.queries(rows, self.attention_norm.add(x_TD, delta_TD))
 
     def finish(self, x_TD: Tensor, heads_THV: Tensor) -> Tensor:
         """The second half, from what the heads found; returns what a call does."""

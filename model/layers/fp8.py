@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..fp8 import scale_shape
+from ..fp8 import BLOCK, scale_shape
 
 if TYPE_CHECKING:
     from ..kernels.fp8_rows import Fp8Rows
@@ -32,13 +32,16 @@ def multiplies_fp8(device: torch.device) -> bool:
 class Fp8Linear:
     """x [T, D] times the transpose of a block-scaled weight [E, D]: [T, E].
 
-    weight_ED: e4m3, E and D multiples of 128. scales: fp32 [E / 128, D / 128], in memory as cuBLAS
-    wants them.
+    weight_ED: e4m3, D a multiple of 128. scales: fp32 [ceil(E / 128), D / 128]. Both lie in memory
+    as cuBLAS wants them: it gives NaN for blocks that are cut, so rows of zeros fill up the last.
     """
 
     def __init__(self, rows: int, columns: int, device: torch.device) -> None:
-        self.weight_ED = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=device)
         blocks, width = scale_shape((rows, columns))
+        whole = (blocks * BLOCK, columns)
+        self._whole_ED = torch.empty(whole, dtype=torch.float8_e4m3fn, device=device)
+        self._whole_ED[rows:].zero_()
+        self.weight_ED = self._whole_ED[:rows]
         padded = -(-width // SCALES_AT_ONCE) * SCALES_AT_ONCE
         self._padded = torch.zeros(blocks, padded, device=device)
         self.scales = self._padded[:, :width]
@@ -55,7 +58,7 @@ class Fp8Linear:
         return self.multiply(quantise_rows(gate_up_TE, swiglu=True), gate_up_TE.dtype)
 
     def multiply(self, x: "Fp8Rows", dtype: torch.dtype) -> Tensor:
-        """The product of rows that are in fp8 already, in `dtype`."""
+        """The product of rows that are in fp8 already, in `dtype`; its rows may lie apart."""
         from ..kernels.fp8_linear import fp8_linear  # noqa: PLC0415 - only where triton is installed
 
         if len(x.values_TD) <= MOST_ROWS:
@@ -65,14 +68,14 @@ class Fp8Linear:
         tokens, x = len(x.values_TD), x.padded(SCALES_AT_ONCE)
         product_TE: Tensor = multiply(
             x.values_TD,
-            self.weight_ED.t(),
+            self._whole_ED.t(),
             x.scales_GT.t(),
             kind.BlockWise1x128,
             self._padded.t(),
             kind.BlockWise128x128,
             output_dtype=dtype,
         )
-        return product_TE[:tokens]
+        return product_TE[:tokens, : len(self.weight_ED)]
 
     def pack(self) -> None:
         """Nothing to do: the layout of the checkpoint is the one that is multiplied."""

@@ -38,14 +38,15 @@ class Allocator:
         self.linears.append(made)
         return made
 
-    def fp8_linear(self, rows: int, columns: int, *, parts: int = 1) -> "Linear | Fp8Linear":
+    def fp8_linear(self, *parts: int, columns: int, in_blocks: bool = True) -> "Linear | Fp8Linear":
         """A product that takes its weight in fp8 if `keeps_fp8`.
 
-        parts: so many tensors of the checkpoint stand below each other. Where one does not end with
-        a whole block, the weight is a plain one: cuBLAS gives NaN for blocks that are cut.
+        parts: rows of the checkpoint's tensors that stand below each other. in_blocks: whether each
+        row stays in its block of the checkpoint, if it is not reordered beyond that. Where one does
+        not, or a tensor begins within a block, the weight is a plain one.
         """
-        fits = columns % BLOCK == rows // parts % BLOCK == 0
-        if not (self.keeps_fp8 and fits):
+        rows, fits = sum(parts), not any(size % BLOCK for size in (columns, *parts[:-1]))
+        if not (self.keeps_fp8 and in_blocks and fits):
             return self.linear(rows, columns)
         made = Fp8Linear(rows, columns, self.device)
         self.linears.append(made)

@@ -1,14 +1,15 @@
 """Multi-head latent attention: projections, cache rows and queries around a backend.
 
-One fused projection, `down`, makes the query latent, the key-value latent, the shared rotated key
-and the index key from the layer's input; `up` makes the heads' queries from the query latent.
-Without a query latent `down` begins with the heads' queries themselves. The backend decides whether
-to attend over latents (absorbed) or expanded keys. Packed for a CPU, `up` may make absorbed queries
-itself, and those of the indexer, and `out` may take attended latents: what costs there is the
-number of operations.
+One fused projection, `down`, makes the query latent, the index key, the key-value latent and the
+shared rotated key from the layer's input; in this order each begins with a block of an fp8 weight.
+`up` makes the heads' queries from the query latent. Without a query latent `down` begins with the
+heads' queries themselves. The backend decides whether to attend over latents (absorbed) or expanded
+keys. Packed for a CPU, `up` may make absorbed queries itself, and those of the indexer, and `out`
+may take attended latents: what costs there is the number of operations.
 """
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +19,16 @@ from ...attention.base import AttentionBackend, IndexQuery, MlaLayer, Plan, Quer
 from ...attention.fused_write import RowNorms, fuses, write_fused
 from ...kv_cache.storage import CacheStorage
 from ..config import ModelConfig
+from ..fp8 import BLOCK
 from .fp8 import Fp8Linear
 from .indexer import Indexer
 from .linear import CHEAP_TO_GATHER, Allocator, Linear
 from .norm import LATENT_EPS, RmsNorm
 from .products import LONGEST_CHAIN, packs
 from .rope import rotate_
+
+if TYPE_CHECKING:
+    from ..kernels.fp8_rows import Fp8Rows
 
 
 @dataclass(frozen=True)
@@ -72,24 +77,30 @@ class Mla:
         heads = config.num_heads
         self.nope_width = config.nope_dim
         self.query_width = heads * (config.nope_dim + config.rope_dim)
-        self.latent_start = config.q_lora_rank or self.query_width
+        self.index_start = config.q_lora_rank or self.query_width
         index_width = config.indexer.head_dim if config.indexer else 0
-        down_width = self.latent_start + config.kv_lora_rank + config.rope_dim + index_width
-        self.down = allocate.linear(down_width, config.hidden_size)
+        self.latent_start = self.index_start + index_width
+        # Half-split rows leave their blocks when they are reordered; not those of one block alone.
+        in_blocks = config.rope.interleaved
+        self.down = allocate.fp8_linear(
+            self.index_start,
+            index_width,
+            config.kv_lora_rank + config.rope_dim,
+            columns=config.hidden_size,
+            in_blocks=in_blocks and index_width in (0, BLOCK),
+        )
         self.up: Linear | Fp8Linear | None = None
         self.q_norm: RmsNorm | None = None
         if config.q_lora_rank is not None:
-            # Rows in another order than the checkpoint's would leave their blocks.
-            make = allocate.fp8_linear if config.rope.interleaved else allocate.linear
-            self.up = make(self.query_width, config.q_lora_rank)
+            self.up = allocate.fp8_linear(
+                self.query_width, columns=config.q_lora_rank, in_blocks=in_blocks
+            )
             self.q_norm = RmsNorm(config.q_lora_rank, LATENT_EPS, allocate)
         self.kv_norm = RmsNorm(config.kv_lora_rank, LATENT_EPS, allocate)
         self.kv_b_HXC = allocate.weight(heads, config.nope_dim + config.v_dim, config.kv_lora_rank)
-        self.out = allocate.fp8_linear(config.hidden_size, heads * config.v_dim)
+        self.out = allocate.fp8_linear(config.hidden_size, columns=heads * config.v_dim)
         self.indexer = (
-            Indexer(
-                config.indexer, self.latent_start, config.hidden_size, config.rope_dim, allocate
-            )
+            Indexer(config.indexer, self.index_start, config.hidden_size, config.rope_dim, allocate)
             if config.indexer
             else None
         )
@@ -157,13 +168,23 @@ class Mla:
         no_keys_HNC = self.kv_b_HXC[:, :0]
         self.layer = replace(layer, scale=1.0, w_uk_HNC=no_keys_HNC, w_uv_HVC=self.kv_b_HXC)
 
-    def queries(self, x_TD: Tensor, rows: Rows) -> Query:
-        """What T tokens ask; their cache rows are written."""
-        down_TE = self.down(x_TD)
+    @property
+    def takes_fp8(self) -> bool:
+        return isinstance(self.down, Fp8Linear)
+
+    def queries(self, rows: Rows, x_TD: Tensor, fp8: "Fp8Rows | None" = None) -> Query:
+        """What T tokens ask; their cache rows are written.
+
+        fp8: x in fp8, where the first product takes it so and it was made already.
+        """
+        if fp8 is not None and isinstance(self.down, Fp8Linear):
+            down_TE = self.down.multiply(fp8, x_TD.dtype)
+        else:
+            down_TE = self.down(x_TD)
         self._write_rows(down_TE, rows)
         return self._query(x_TD, down_TE, rows)
 
-    def write(self, x_TD: Tensor, rows: Rows) -> None:
+    def write(self, rows: Rows, x_TD: Tensor) -> None:
         """Only the cache rows of T tokens, for a layer whose output nobody reads."""
         self._write_rows(self.down(x_TD), rows)
 
@@ -176,7 +197,7 @@ class Mla:
                 (index_norm.weight_D, index_norm.bias_D) if index_norm else None,
                 LATENT_EPS,
             )
-            projected_TE = down_TE[:, self.latent_start :]
+            projected_TE = down_TE[:, self.index_start :]
             write_fused(storage, self.index, projected_TE, rows.angles_TR, slots_T, norms)
             return
         latent, rope = self.config.kv_lora_rank, self.config.rope_dim
@@ -185,13 +206,13 @@ class Mla:
         rotate_(row_TX.narrow(1, latent, rope), rows.angles_TR)
         storage.write_latent(self.index, slots_T, row_TX)
         if self.indexer is not None:
-            first, width = self.latent_start + latent + rope, self.indexer.indexer.head_dim
+            first, width = self.index_start, self.indexer.indexer.head_dim
             keys_TD = self.indexer.keys(down_TE.narrow(1, first, width), rows.angles_TR)
             storage.write_index(self.index, slots_T, keys_TD)
 
     def _query(self, x_TD: Tensor, down_TE: Tensor, rows: Rows) -> Query:
         config = self.config
-        q_TE, indexer, index = down_TE.narrow(1, 0, self.latent_start), None, None
+        q_TE, indexer, index = down_TE.narrow(1, 0, self.index_start), None, None
         latent_TQ = q_TE
         if self.q_norm is not None and self.up is not None:
             if isinstance(self.up, Fp8Linear):
@@ -222,7 +243,7 @@ class Mla:
         if not self._joins_weights:
             return indexer.weights(x_TD) * indexer.scale
         end = self.latent_start + self.config.kv_lora_rank + self.config.rope_dim
-        return down_TE.narrow(1, end + indexer.indexer.head_dim, indexer.indexer.num_heads)
+        return down_TE.narrow(1, end, indexer.indexer.num_heads)
 
 
 def _finish(

@@ -18,8 +18,8 @@ class Mlp:
     """gate_up holds the gate's rows first, then the rows of up."""
 
     def __init__(self, hidden: int, width: int, allocate: Allocator) -> None:
-        self.gate_up = allocate.fp8_linear(2 * width, hidden, parts=2)
-        self.down = allocate.fp8_linear(hidden, width)
+        self.gate_up = allocate.fp8_linear(width, width, columns=hidden)
+        self.down = allocate.fp8_linear(hidden, columns=width)
 
     @property
     def takes_fp8(self) -> bool:

@@ -38,7 +38,7 @@ class MtpLayer:
     def write(self, embedded_TD: Tensor, hidden_TD: Tensor, rows: Rows) -> None:
         """Only the layer's rows in the cache; arguments as for a call."""
         x_TD = self._joined(embedded_TD, hidden_TD)
-        self.layer.attention.write(self.layer.attention_norm(x_TD), rows)
+        self.layer.attention.write(rows, self.layer.attention_norm(x_TD))
 
     def _joined(self, embedded_TD: Tensor, hidden_TD: Tensor) -> Tensor:
         normed = self.token_norm(embedded_TD), self.hidden_norm(hidden_TD)

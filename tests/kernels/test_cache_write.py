@@ -48,12 +48,12 @@ class Tokens:
 
     def _rows(self, latent, rope, index):
         x_TE = self.projected_TE
-        c = x_TE[:, :latent].float()
+        k, c, kr = x_TE.split((index, latent, rope), dim=1)
+        c = c.float()
         c = (c * torch.rsqrt(c.pow(2).mean(dim=1, keepdim=True) + EPS)).to(x_TE.dtype)
-        kr = x_TE[:, latent : latent + rope].clone()
+        kr = kr.clone()
         rotate_(kr, self.angles_TR)
-        k = x_TE[:, latent + rope :].float()
-        k = F.layer_norm(k, (index,), self.weight_D, self.bias_D, EPS).to(x_TE.dtype)
+        k = F.layer_norm(k.float(), (index,), self.weight_D, self.bias_D, EPS).to(x_TE.dtype)
         rotate_(k[:, :rope], self.angles_TR)
         return c * self.weight_C, kr, k
 

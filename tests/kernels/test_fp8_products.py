@@ -163,18 +163,20 @@ def test_rows_of_zeros_behind_others(tokens):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", [640, 576])
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 66, 67, 68, 1001, 4099])
-def test_a_layer_of_any_number_of_rows(tokens):
-    """From 65 rows on cuBLAS multiplies, which takes them by fours alone."""
-    layer = Fp8Linear(640, 1152, torch.device(DEVICE))
-    weight_ED, scales = block_scaled(640, 1152, 1)
+def test_a_layer_of_any_number_of_rows(tokens, rows):
+    """From 65 rows on cuBLAS multiplies, which takes them by fours alone, and whole blocks."""
+    with poisoned():
+        layer = Fp8Linear(rows, 1152, torch.device(DEVICE))
+    weight_ED, scales = block_scaled(rows, 1152, 1)
     layer.weight_ED.copy_(weight_ED)
     layer.scales.copy_(scales)
     x_TD = normal(tokens, 1152, dtype=DTYPE)
     with poisoned():
         out_TE = layer(x_TD)
     expected = quantise_rows(x_TD).plain() @ dequantise(weight_ED, scales).t()
-    assert out_TE.shape == (tokens, 640) and out_TE.dtype == DTYPE
+    assert out_TE.shape == (tokens, rows) and out_TE.dtype == DTYPE
     assert relative(out_TE, expected) < ROUNDING
 
 

@@ -3,15 +3,21 @@
 pytest -m gpu tests/kernels/test_v32_shape.py
 """
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
 
+from checkpoints import t_v32
 from minidsa.attention.registry import choose
 from minidsa.configs.sampling import SamplingParams
+from minidsa.model.checkpoint import read_config
 from minidsa.model.config import parse_config
 from minidsa.model.decode_graphs import DecodeGraphs
 from minidsa.model.deepseek import DeepseekModel
+from minidsa.model.layers.fp8 import Fp8Linear
+from minidsa.model.loader import check_checkpoint, load_weights
 from minidsa.model.names import name_table
 from minidsa.model.runner import ModelRunner
 from minidsa.model.sequence import SampleInput, SequenceInput
@@ -114,3 +120,40 @@ def test_replayed_steps_say_what_eager_ones_say(model, is_fp8):
     agree = sum(a == b for x, y in zip(*said, strict=True) for a, b in zip(x, y, strict=True))
     # One near tie that padding decides otherwise sends a request another way.
     assert agree > 0.9 * 3 * (STEPS + 1)
+
+
+@pytest.fixture(scope="module")
+def both() -> list[DeepseekModel]:
+    """One checkpoint with its fp8 weights dequantised, and with them kept."""
+    checkpoint = check_checkpoint(t_v32(), read_config(t_v32()))
+    made = [load_weights(checkpoint, torch.bfloat16, CUDA, keeps_fp8=k) for k in (False, True)]
+    assert [isinstance(m.layers[0].attention.down, Fp8Linear) for m in made] == [False, True]
+    return made
+
+
+def of_first_layer(model: DeepseekModel, tokens: int) -> Iterator[Tensor]:
+    """What its first projection makes, the rows it leaves in the cache, and what it adds."""
+    x_TD = torch.randn(tokens, 1024, generator=torch.Generator().manual_seed(2)).to(CUDA).bfloat16()
+    made, layer = stepper(model, "triton", is_fp8=False), model.layers[0]
+    yield layer.attention.down(layer.attention_norm(x_TD))
+    plan = made.backend.plan(made.batch([("a", range(tokens))], 1))
+    before_TD = x_TD.clone()
+    delta_TD = layer(x_TD, None, model._step(plan, made.backend, made.storage))
+    slots_T, (index_SD, *_) = plan.batch.slots_T, made.storage.index_k
+    assert index_SD is not None
+    yield made.storage.latent_LSC[0, slots_T]
+    yield index_SD[slots_T]
+    yield x_TD - before_TD + delta_TD
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 65, 500])
+def test_a_layer_in_fp8_makes_what_the_dequantised_one_makes(both, tokens):
+    """Up to the rounding of what is multiplied, a few hundredths of it each time.
+
+    By our kernel, and from 65 tokens on by cuBLAS.
+    """
+    with torch.inference_mode():
+        for plain, kept in zip(*(of_first_layer(model, tokens) for model in both), strict=True):
+            assert plain.shape == kept.shape and kept.isfinite().all()
+            error = (kept.float() - plain.float()).norm() / plain.float().norm()
+            assert error < 0.1

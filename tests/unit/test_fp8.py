@@ -1,6 +1,8 @@
 """Block-scaled fp8 weights: edges, kinds of scales, and what a checkpoint must hold."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from minidsa.attention.dense.torch_ref import TorchDenseBackend
 from minidsa.attention.sparse.dsa import DsaBackend
 from minidsa.model.checkpoint import INDEX, SINGLE, read_config
 from minidsa.model.fp8 import dequantise, quantise, scale_shape
+from minidsa.model.layers.fp8 import Fp8Linear
+from minidsa.model.layers.linear import Linear
 from minidsa.model.loader import check_checkpoint, load_weights
 from minidsa.model.make_checkpoint import write_checkpoint
 from minidsa.model.names import name_table
@@ -178,7 +182,46 @@ def test_a_model_with_fp8_products_says_what_the_dequantised_one_says(tmp_path):
     assert float((plain - kept).norm() / plain.norm()) < 0.2
 
 
-@pytest.mark.parametrize("name", ["o_proj", "experts.3.up_proj", "q_a_proj"])
+ALIGNED = {
+    "v32": {},
+    "no indexer": {"model_type": "deepseek_v3"},
+    "no q-lora": {"model_type": "deepseek_v3", "q_lora_rank": None},
+}
+
+
+@pytest.mark.parametrize("fields", ALIGNED.values(), ids=ALIGNED)
+def test_the_first_projection_stays_in_fp8_where_each_part_begins_with_a_block(tmp_path, fields):
+    """The rotated keys end within a block. Index keys are half-split: reordered in their block."""
+    kept, plain = first_projections(tmp_path, fields)
+    assert isinstance(kept, Fp8Linear) and isinstance(plain, Linear)
+    assert len(kept.weight_ED) % 128 == 64
+    assert torch.equal(dequantise(kept.weight_ED, kept.scales).half(), plain.weight_ED)
+
+
+CUT = {
+    "query latent": {"q_lora_rank": 192},
+    "index key": {"index_head_dim": 64},
+    "half-split index key of two blocks": {"index_head_dim": 256},
+    "half-split rows": {"model_type": "deepseek_v3", "rope_interleave": False},
+}
+
+
+@pytest.mark.parametrize("fields", CUT.values(), ids=CUT)
+def test_the_first_projection_is_dequantised_where_blocks_would_be_cut(tmp_path, fields):
+    kept, plain = first_projections(tmp_path, fields)
+    assert isinstance(kept, Linear) and torch.equal(kept.weight_ED, plain.weight_ED)
+
+
+def first_projections(folder: Path, fields: dict[str, Any]) -> list[Linear | Fp8Linear]:
+    """Of the same checkpoint of one layer, with weights kept in fp8 and without."""
+    config = dict(T_WIDE) | {"num_hidden_layers": 1, "num_nextn_predict_layers": 0} | fields
+    write_checkpoint(folder, config, tensors_of(config))
+    checkpoint = check_checkpoint(folder, read_config(folder))
+    models = (load_weights(checkpoint, torch.float16, CPU, keeps_fp8=k) for k in (True, False))
+    return [model.layers[0].attention.down for model in models]
+
+
+@pytest.mark.parametrize("name", ["o_proj", "experts.3.up_proj", "indexer.wk", "kv_b_proj"])
 def test_one_plain_weight_keeps_the_others_from_staying_in_fp8(tmp_path, name):
     """Only products that would take fp8 matter."""
     config = dict(T_WIDE) | {"num_hidden_layers": 2, "num_nextn_predict_layers": 0}
@@ -192,4 +235,4 @@ def test_one_plain_weight_keeps_the_others_from_staying_in_fp8(tmp_path, name):
 
     edit(tmp_path, plain)
     checked = check_checkpoint(tmp_path, read_config(tmp_path))
-    assert checked.all_fp8 is (name == "q_a_proj")
+    assert checked.all_fp8 is (name == "kv_b_proj")

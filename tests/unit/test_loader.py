@@ -29,12 +29,10 @@ def test_every_tensor_lands_in_its_place(single):
     prefix = "model.layers.1.self_attn."
     assert attention.indexer is not None
     assert torch.equal(attention.down.weight_ED[:24], tensors[f"{prefix}q_a_proj.weight"])
-    assert torch.equal(
-        attention.down.weight_ED[24:64], tensors[f"{prefix}kv_a_proj_with_mqa.weight"]
-    )
+    assert torch.equal(attention.down.weight_ED[40:], tensors[f"{prefix}kv_a_proj_with_mqa.weight"])
     # The indexer's first 8 rows are half-split pairs in the file and adjacent pairs here.
     rows = [0, 4, 1, 5, 2, 6, 3, 7, *range(8, 16)]
-    assert torch.equal(attention.down.weight_ED[64:], tensors[f"{prefix}indexer.wk.weight"][rows])
+    assert torch.equal(attention.down.weight_ED[24:40], tensors[f"{prefix}indexer.wk.weight"][rows])
     queries = tensors[f"{prefix}indexer.wq_b.weight"].view(4, 16, 24)[:, rows]
     assert torch.equal(attention.indexer.up.weight_ED.view(4, 16, 24), queries)
     for name, weight in (("weight", "weight_D"), ("bias", "bias_D")):

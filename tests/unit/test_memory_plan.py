@@ -18,6 +18,7 @@ from minidsa.model.config import parse_config
 from minidsa.model.config_defaults import DEFAULTS
 from minidsa.model.deepseek import DeepseekModel
 from minidsa.model.keys import ConfigError
+from minidsa.model.layers.fp8 import Fp8Linear
 from minidsa.model.layers.products import LONGEST_CHAIN
 from minidsa.model.loading import check_start
 from minidsa.model.memory_plan import DoesNotFit, plan_memory
@@ -81,6 +82,10 @@ VARIANTS = {
     "no shared experts": dict(T_CPU) | {"n_shared_experts": 0},
     "v3, tied, no q-lora": dict(T_CPU)
     | {"model_type": "deepseek_v3", "q_lora_rank": None, "tie_word_embeddings": True},
+    "fp8, no q-lora": dict(T_WIDE) | {"model_type": "deepseek_v3", "q_lora_rank": None},
+    "fp8, half-split": dict(T_WIDE) | {"model_type": "deepseek_v3", "rope_interleave": False},
+    "fp8, two blocks of an index key": dict(T_WIDE) | {"index_head_dim": 256},
+    "fp8, a query latent of half a block": dict(T_WIDE) | {"q_lora_rank": 192},
 }
 
 
@@ -106,6 +111,8 @@ def test_weights_that_stay_in_fp8_are_counted_with_their_scales(variant):
     bytes_of_all = sum(entry.target.nbytes for entry in entries)
     scales = [entry.scales for entry in entries if entry.scales is not None]
     bytes_of_all += sum(scale.numel() * 4 for scale in scales)
+    kept = [linear.weight_ED for linear in model._linears if isinstance(linear, Fp8Linear)]
+    bytes_of_all += sum(-len(weight_ED) % 128 * weight_ED.shape[1] for weight_ED in kept)
     size = total(weight_sizes(config, with_mtp=True))
     assert size.nbytes(2, keeps_fp8=True) == bytes_of_all
 
@@ -251,7 +258,7 @@ def test_a_plan_needs_a_config_alone_and_names_how_many_devices_would_do(tmp_pat
     config = folder(tmp_path, DEEPSEEK_V32)
     with pytest.raises(
         DoesNotFit,
-        match=r"642 GiB in bfloat16, products in fp8.* 8 of them would hold it .plan with --tp 8;",
+        match=r"641 GiB in bfloat16, products in fp8.* 8 of them would hold it .plan with --tp 8;",
     ):
         plan_lines(config, "h200", 1)
     lines = plan_lines(config, "h200", 8)
