@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language import constexpr
 
-from .latent_hopper_rows import CONVERTING, COPYING, barrier, serve, slots_of
+from .latent_hopper_rows import CONVERTING, COPYING, barrier, group_of, serve, slots_of
 from .latent_rows import RAISE, Queries, Rows
 from .launch import Tiling, ceil_div
 
@@ -48,6 +48,9 @@ TILING = Tiling(64, 128, 256, 4, 2, 1, by_hand=True)
 # Of a thread of the second multiplying and of a fetching warp group.
 REGISTERS = gl.constexpr((216, 64))
 REGISTERS_FP8 = gl.constexpr((200, 56))
+# By how many powers of two a score may exceed what its row's weights refer to: sums of weights of
+# up to 256 are as exact, and seldom is a sum to be scaled.
+SLACK = gl.constexpr(8.0)
 # The multiplying warp groups.
 FIRST, SECOND = gl.constexpr(0), gl.constexpr(1)
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -97,23 +100,25 @@ def attend_pages(
 
 
 @_jit
+def _nought(i):
+    """0, which the compiler cannot know: it would keep where tiles lie in 90 registers."""
+    return i >> 30
+
+
+@_jit
 def _scores(q, q_rope, latent, rope, full, i, zeros, TILE: constexpr):
     """The products of all queries and the keys of a tile, under way as its halves arrive."""
     phase = i & 1
-    # 0, which the compiler cannot know: it would keep where the queries lie in 72 registers.
-    nought = i >> 30
-    mbarrier.wait(full.index(2 * TILE), phase)
-    fence_async_shared()
-    scores = warpgroup_mma(
-        q.index(nought), latent.index(2 * TILE).permute((1, 0)), zeros, use_acc=False, is_async=True
-    )
-    mbarrier.wait(full.index(2 * TILE + 1), phase)
-    fence_async_shared()
-    scores = warpgroup_mma(
-        q.index(nought + 1), latent.index(2 * TILE + 1).permute((1, 0)), scores, is_async=True
-    )
+    nought = _nought(i)
+    scores = zeros
+    for k in gl.static_range(2):
+        half = group_of(TILE, 2 * k) // 2
+        mbarrier.wait(full.index(2 * TILE + half), phase)
+        fence_async_shared()
+        keys = latent.index(nought + 2 * TILE + half).permute((1, 0))
+        scores = warpgroup_mma(q.index(nought + half), keys, scores, use_acc=k > 0, is_async=True)
     return warpgroup_mma(
-        q_rope.index(nought), rope.index(TILE).permute((1, 0)), scores, is_async=True
+        q_rope.index(nought), rope.index(nought + TILE).permute((1, 0)), scores, is_async=True
     )
 
 
@@ -124,9 +129,55 @@ def _base(largest):
 
 
 @_jit
-def _shrink(acc, factor):
+def _reference(largest, reached):
+    """What weights refer to: a score that none exceeds by more than SLACK."""
+    return gl.where(reached > largest + SLACK, reached, largest)
+
+
+@_jit
+def _scale(acc, factor):
     layout: constexpr = gl.SliceLayout(1, acc.type.layout)
     return acc * gl.expand_dims(gl.convert_layout(factor, layout), 1)
+
+
+def _scale_unless_one(count: int) -> str:
+    """PTX: `count` sums of a thread times their factors, left out where all of a warp are 1.
+
+    A thread's sums belong to two rows, two of one and two of the other in turns."""
+    of_both = (2 * count, 2 * count + 2)
+    lines = [f"mov.f32 ${i}, ${count + i};" for i in range(count)]
+    lines += [
+        f"setp.neu.f32 first, ${of_both[0]}, 0f3F800000;",
+        f"setp.neu.or.f32 any, ${of_both[1]}, 0f3F800000, first;",
+        "vote.sync.any.pred any, any, 0xffffffff;",
+        "@!any bra DONE;",
+    ]
+    lines += [f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count)]
+    return "\n".join(("{", ".reg .pred first, any;", *lines, "DONE:", "}"))
+
+
+_SUMS = 32
+_SHRINK = gl.constexpr(_scale_unless_one(_SUMS))
+_OPERANDS = gl.constexpr(",".join(["=f"] * _SUMS + ["f"] * (2 * _SUMS)))
+
+
+@_jit
+def _shrink(acc, factor):
+    layout: constexpr = gl.SliceLayout(1, acc.type.layout)
+    factor = gl.expand_dims(gl.convert_layout(factor, layout), 1)
+    acc, factor = gl.broadcast(acc, factor)
+    return gl.inline_asm_elementwise(
+        _SHRINK, _OPERANDS, [acc, factor], gl.float32, is_pure=True, pack=32
+    )
+
+
+@_jit
+def _give_back(acc, empty, AT: constexpr):
+    """Wait for the product with a half of a tile, which may then be filled anew."""
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    barrier()
+    mbarrier.arrive(empty.index(AT), count=1)
+    return acc
 
 
 @_jit
@@ -185,8 +236,9 @@ def _multiply(
         scores = warpgroup_mma_wait(0, deps=(scores,))
         scores = gl.where(seen, scores * LOG2E, float("-inf"))
         reached = gl.max(scores, 1)
+        nought = _nought(i)
         if TILE == 0:
-            reached = gl.maximum(largest, reached)
+            reached = _reference(largest, reached)
             base = _base(reached)
             shrink = gl.exp2(largest - base)
         else:
@@ -195,31 +247,30 @@ def _multiply(
             shrink = gl.exp2(largest - _base(before))
             total = total * shrink
             acc = _shrink(acc, shrink)
-            acc = warpgroup_mma(weights_of.index(0), latent.index(1), acc, is_async=True)
-            reached = gl.maximum(before, reached)
+            acc = warpgroup_mma(
+                weights_of.index(nought), latent.index(nought + 1), acc, is_async=True
+            )
+            reached = _reference(before, reached)
             base = _base(reached)
             shrink = gl.exp2(before - base)
         weights = gl.exp2(scores - gl.expand_dims(base, 1))
-        total = total * shrink + gl.sum(weights, 1)
         largest = reached
-        weights = weights.to(dtype)
+        rounded = weights.to(dtype)
         # All warps have read the rotary part.
         barrier()
-        weights_of.index(TILE).store(weights)
+        weights_of.index(TILE).store(rounded)
         largest_of.index(TILE).store(largest)
         fence_async_shared()
         barrier()
         mbarrier.arrive(ready.index(TILE), count=1)
         if TILE == 1:
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            barrier()
-            mbarrier.arrive(empty.index(1), count=1)
+            acc = _give_back(acc, empty, 1)
         acc = _shrink(acc, shrink)
-        weights = gl.convert_layout(weights, of_weights)
-        acc = warpgroup_mma(weights, latent.index(3 * TILE), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        barrier()
-        mbarrier.arrive(empty.index(3 * TILE), count=1)
+        own = latent.index(nought + 3 * TILE)
+        acc = warpgroup_mma(gl.convert_layout(rounded, of_weights), own, acc, is_async=True)
+        # While that is multiplied.
+        total = total * shrink + gl.sum(weights, 1)
+        acc = _give_back(acc, empty, 3 * TILE)
         if TILE == 0:
             mbarrier.wait(ready.index(1), phase)
             reached = largest_of.index(1).load(row)
@@ -227,10 +278,10 @@ def _multiply(
             total = total * shrink
             largest = reached
             acc = _shrink(acc, shrink)
-            acc = warpgroup_mma(weights_of.index(1), latent.index(2), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            barrier()
-            mbarrier.arrive(empty.index(2), count=1)
+            acc = warpgroup_mma(
+                weights_of.index(nought + 1), latent.index(nought + 2), acc, is_async=True
+            )
+            acc = _give_back(acc, empty, 2)
 
     total_of.index(TILE).store(total)
     barrier()
@@ -244,7 +295,7 @@ def _multiply(
         gl.store(lse_ptr + place + m, lse, mask=m < rows_left)
     if FP8:
         divisor = divisor * RAISE
-    acc = _shrink(acc, 1.0 / divisor)
+    acc = _scale(acc, 1.0 / divisor)
     out_type: constexpr = out_ptr.dtype.element_ty
     if out_type == gl.float32:
         _store(out_ptr, acc, place, rows_left, write, TILE)

@@ -32,6 +32,12 @@ AHEAD = gl.constexpr(2)
 barrier: Any = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
+@gluon.constexpr_function
+def group_of(tile: int, k: int) -> int:
+    """Which group of 128 columns of a tile comes k-th: the half first that is given back first."""
+    return (k + 2 * tile) % 4
+
+
 @_jit
 def slots_of(source_ptr, begin, last, PAGE: constexpr, layout: constexpr):
     """Slots of the 64 keys from `begin` on; below 0 for those that do not count."""
@@ -85,12 +91,13 @@ def _fetch(
             following = slots_of(source_ptr, begin + 64, last, PAGE, row)
             counts = gl.expand_dims(slot >= 0, 1)
             place = gl.expand_dims(slot.to(gl.int64) * stride, 1)
-            for half in gl.static_range(2):
+            for k in gl.static_range(2):
+                half = group_of(tile, 2 * k) // 2
                 at = 2 * tile + half
                 mbarrier.wait(empty.index(at), (i & 1) ^ 1)
-                # Who gives back the second half of tile 0 or the first one of tile 1 is the last to
-                # read the tile's weights, which lie in the rotary part.
-                if half != tile:
+                # Who gives back the later half is the last to read the tile's weights, which lie in
+                # the rotary part.
+                if k == 1:
                     async_copy.async_copy_global_to_shared(
                         rope.index(tile), rope_ptr + place * 8 + rope_column, mask=counts
                     )
@@ -143,12 +150,12 @@ def _load_group(words_ptr, slot, stride, group):
 
 
 @_jit
-def _load_ahead(words_ptr, slot, following, stride, group: constexpr):
-    """A group of the rows in `slot`, or behind their four one of those in `following`."""
-    if group < 4:
-        return _load_group(words_ptr, slot, stride, group)
+def _load_ahead(words_ptr, slot, following, stride, tile: constexpr, k: constexpr):
+    """The k-th group of the rows in `slot`, or behind their four one of those in `following`."""
+    if k < 4:
+        return _load_group(words_ptr, slot, stride, group_of(tile, k))
     else:
-        return _load_group(words_ptr, following, stride, group - 4)
+        return _load_group(words_ptr, following, stride, group_of(1 - tile, k - 4))
 
 
 @_jit
@@ -217,27 +224,27 @@ def _fetch_fp8(
             later = slots_of(source_ptr, begin + 128, last, PAGE, row)
             rope_slot = gl.convert_layout(slot, gl.SliceLayout(1, of_rope))
             rope_place = gl.expand_dims(rope_slot.to(gl.int64) * stride, 1) * 8
-            for group in gl.static_range(4):
-                at = 2 * tile + group // 2
-                if group == 2:
+            for k in gl.static_range(4):
+                at = 2 * tile + group_of(tile, k) // 2
+                if k == 2:
                     raw_scales = _load_scales(scale_ptr, following, stride)
-                if group % 2 == 0:
+                if k % 2 == 0:
                     mbarrier.wait(empty.index(at), (i & 1) ^ 1)
                     # As in `_fetch`.
-                    if group // 2 != tile:
+                    if k == 2:
                         async_copy.async_copy_global_to_shared(
                             rope.index(tile), rope_ptr + rope_place + rope_column,
                             mask=gl.expand_dims(rope_slot >= 0, 1),
                         )  # fmt: skip
                     async_copy.mbarrier_arrive(full.index(at), increment_count=False)
-                room = latent_words.index(at).slice(group % 2 * 64, 64, dim=1)
-                _store_group(room, words[0], scales[group])
-                if group % 2 == 1:
+                room = latent_words.index(at).slice(k % 2 * 64, 64, dim=1)
+                _store_group(room, words[0], scales[group_of(tile, k)])
+                if k % 2 == 1:
                     barrier()
                     mbarrier.arrive(full.index(at), count=1)
-                if group == 1:
+                if k == 1:
                     ask(latent_ptr, later, stride, CONVERTING)
-                word = _load_ahead(words_ptr, slot, following, stride, group + AHEAD)
+                word = _load_ahead(words_ptr, slot, following, stride, tile, k + AHEAD)
                 words = words[1:] + (word,)
             slot = following
             following = later
