@@ -32,7 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language import constexpr
 
-from .latent_hopper_rows import CONVERTING, COPYING, barrier, group_of, serve, slots_of
+from .latent_hopper_rows import CONVERTING, COPYING, barrier, group_of, serve
+from .latent_hopper_softmax import LOG2E, all_count, base_of, hide, reference, scale, shrink_sums
 from .latent_rows import RAISE, Queries, Rows
 from .launch import Tiling, ceil_div
 
@@ -48,12 +49,8 @@ TILING = Tiling(64, 128, 256, 4, 2, 1, by_hand=True)
 # Of a thread of the second multiplying and of a fetching warp group.
 REGISTERS = gl.constexpr((216, 64))
 REGISTERS_FP8 = gl.constexpr((200, 56))
-# By how many powers of two a score may exceed what its row's weights refer to: sums of weights of
-# up to 256 are as exact, and seldom is a sum to be scaled.
-SLACK = gl.constexpr(8.0)
 # The multiplying warp groups.
 FIRST, SECOND = gl.constexpr(0), gl.constexpr(1)
-LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 
 
@@ -123,55 +120,6 @@ def _scores(q, q_rope, latent, rope, full, i, zeros, TILE: constexpr):
 
 
 @_jit
-def _base(largest):
-    # Nothing seen so far: any finite number will do instead of -inf - -inf.
-    return gl.where(largest == float("-inf"), 0.0, largest)
-
-
-@_jit
-def _reference(largest, reached):
-    """What weights refer to: a score that none exceeds by more than SLACK."""
-    return gl.where(reached > largest + SLACK, reached, largest)
-
-
-@_jit
-def _scale(acc, factor):
-    layout: constexpr = gl.SliceLayout(1, acc.type.layout)
-    return acc * gl.expand_dims(gl.convert_layout(factor, layout), 1)
-
-
-def _scale_unless_one(count: int) -> str:
-    """PTX: `count` sums of a thread times their factors, left out where all of a warp are 1.
-
-    A thread's sums belong to two rows, two of one and two of the other in turns."""
-    of_both = (2 * count, 2 * count + 2)
-    lines = [f"mov.f32 ${i}, ${count + i};" for i in range(count)]
-    lines += [
-        f"setp.neu.f32 first, ${of_both[0]}, 0f3F800000;",
-        f"setp.neu.or.f32 any, ${of_both[1]}, 0f3F800000, first;",
-        "vote.sync.any.pred any, any, 0xffffffff;",
-        "@!any bra DONE;",
-    ]
-    lines += [f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count)]
-    return "\n".join(("{", ".reg .pred first, any;", *lines, "DONE:", "}"))
-
-
-_SUMS = 32
-_SHRINK = gl.constexpr(_scale_unless_one(_SUMS))
-_OPERANDS = gl.constexpr(",".join(["=f"] * _SUMS + ["f"] * (2 * _SUMS)))
-
-
-@_jit
-def _shrink(acc, factor):
-    layout: constexpr = gl.SliceLayout(1, acc.type.layout)
-    factor = gl.expand_dims(gl.convert_layout(factor, layout), 1)
-    acc, factor = gl.broadcast(acc, factor)
-    return gl.inline_asm_elementwise(
-        _SHRINK, _OPERANDS, [acc, factor], gl.float32, is_pure=True, pack=32
-    )
-
-
-@_jit
 def _give_back(acc, empty, AT: constexpr):
     """Wait for the product with a half of a tile, which may then be filled anew."""
     acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -207,7 +155,6 @@ def _multiply(
     )
     of_weights: constexpr = gl.DotOperandLayout(0, of_sums, 2)
     row: constexpr = gl.SliceLayout(1, of_scores)
-    key: constexpr = gl.SliceLayout(0, of_scores)
     zeros = gl.zeros((64, 64), gl.float32, of_scores)
     acc = gl.zeros((64, 256), gl.float32, of_sums)
     largest = gl.full((64,), float("-inf"), gl.float32, row)
@@ -215,6 +162,7 @@ def _multiply(
     m = gl.arange(0, 64, layout=row)
     # Behind the last key of a part, or behind the key of the row's own token.
     visible = gl.minimum(last, bound + (m + slope) // heads)
+    visible_first = gl.minimum(last, bound + slope // heads)
     dtype: constexpr = latent.dtype
     weights_of = rope._reinterpret(dtype, [2, 64, 64], rope.layout)
     if FP8:
@@ -228,32 +176,29 @@ def _multiply(
         begin = first + i * 128 + TILE * 64
         scores = _scores(q, q_rope, latent, rope, full, i, zeros, TILE)
         # Not before the products are under way: their fences wait for loads.
-        if PAGE == 0:
-            seen = gl.expand_dims(slots_of(source_ptr, begin, last, 0, key) >= 0, 0)
-        else:
-            n = begin + gl.arange(0, 64, layout=key)
-            seen = gl.expand_dims(n, 0) < gl.expand_dims(visible, 1)
+        whole = all_count(source_ptr, begin, last, visible_first, PAGE)
         scores = warpgroup_mma_wait(0, deps=(scores,))
-        scores = gl.where(seen, scores * LOG2E, float("-inf"))
-        reached = gl.max(scores, 1)
+        if not whole:
+            scores = hide(scores, source_ptr, begin, last, visible, PAGE)
+        reached = gl.max(scores, 1) * LOG2E
         nought = _nought(i)
         if TILE == 0:
-            reached = _reference(largest, reached)
-            base = _base(reached)
+            reached = reference(largest, reached)
+            base = base_of(reached)
             shrink = gl.exp2(largest - base)
         else:
             mbarrier.wait(ready.index(0), phase)
             before = largest_of.index(0).load(row)
-            shrink = gl.exp2(largest - _base(before))
+            shrink = gl.exp2(largest - base_of(before))
             total = total * shrink
-            acc = _shrink(acc, shrink)
+            acc = shrink_sums(acc, shrink)
             acc = warpgroup_mma(
                 weights_of.index(nought), latent.index(nought + 1), acc, is_async=True
             )
-            reached = _reference(before, reached)
-            base = _base(reached)
+            reached = reference(before, reached)
+            base = base_of(reached)
             shrink = gl.exp2(before - base)
-        weights = gl.exp2(scores - gl.expand_dims(base, 1))
+        weights = gl.exp2(scores * LOG2E - gl.expand_dims(base, 1))
         largest = reached
         rounded = weights.to(dtype)
         # All warps have read the rotary part.
@@ -265,7 +210,7 @@ def _multiply(
         mbarrier.arrive(ready.index(TILE), count=1)
         if TILE == 1:
             acc = _give_back(acc, empty, 1)
-        acc = _shrink(acc, shrink)
+        acc = shrink_sums(acc, shrink)
         own = latent.index(nought + 3 * TILE)
         acc = warpgroup_mma(gl.convert_layout(rounded, of_weights), own, acc, is_async=True)
         # While that is multiplied.
@@ -274,10 +219,10 @@ def _multiply(
         if TILE == 0:
             mbarrier.wait(ready.index(1), phase)
             reached = largest_of.index(1).load(row)
-            shrink = gl.exp2(largest - _base(reached))
+            shrink = gl.exp2(largest - base_of(reached))
             total = total * shrink
             largest = reached
-            acc = _shrink(acc, shrink)
+            acc = shrink_sums(acc, shrink)
             acc = warpgroup_mma(
                 weights_of.index(nought + 1), latent.index(nought + 2), acc, is_async=True
             )
@@ -295,7 +240,7 @@ def _multiply(
         gl.store(lse_ptr + place + m, lse, mask=m < rows_left)
     if FP8:
         divisor = divisor * RAISE
-    acc = _scale(acc, 1.0 / divisor)
+    acc = scale(acc, 1.0 / divisor)
     out_type: constexpr = out_ptr.dtype.element_ty
     if out_type == gl.float32:
         _store(out_ptr, acc, place, rows_left, write, TILE)
