@@ -22,6 +22,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _prepare() -> None:
+    # Read when torch is loaded. Threads that wait give up their core, which other tests keep busy:
+    # spinning, they made what uses two of them five times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import hypothesis
     import torch
 

@@ -35,12 +35,16 @@ def document() -> dict[str, Any]:
     return asyncio.run(read())
 
 
+@cache
+def changed_bodies(path: str) -> st.SearchStrategy[list[tuple[bool, Any]]]:
+    drawn = st.tuples(st.booleans(), bodies(document(), path))
+    return st.lists(drawn, min_size=12, max_size=12)
+
+
 @pytest.mark.parametrize("path", PLAIN)
 @given(data=st.data())
 @settings(max_examples=6, deadline=None)
 def test_api_101_no_body_of_the_openapi_document_makes_the_server_fail(path, data):
-    drawn = st.tuples(st.booleans(), bodies(document(), path))
-
     async def send(sent: list[tuple[bool, Any]]) -> None:
         async with serving(burst=50) as bed:
             for changes, body in sent:
@@ -53,4 +57,4 @@ def test_api_101_no_body_of_the_openapi_document_makes_the_server_fail(path, dat
                 assert "internal_error" not in response.text
             assert bed.engine.num_running == 0
 
-    asyncio.run(send(data.draw(st.lists(drawn, min_size=12, max_size=12))))
+    asyncio.run(send(data.draw(changed_bodies(path))))
