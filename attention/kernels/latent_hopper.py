@@ -14,8 +14,8 @@ block table. Rows come in 16 bits or in fp8; `latent_hopper_rows.py` fetches the
 latter to fp16, which takes a fourth warp group.
 
 The floors are told in `sparse_mla.py` and `mla_decode.py`. Measured on an H200 at 128 heads, of
-FlashMLA's times: decode over 2048 slots 0.94 (64 and 128 requests; 0.75 for rows of 16 bits, which
-FlashMLA does not take), prefill about 1.2, dense decode 1.06.
+FlashMLA's times: decode over 2048 slots 0.90 (64 and 128 requests; 0.7 for rows of 16 bits, which
+FlashMLA does not take), prefill 0.92, dense decode 1.00.
 """
 
 from typing import Any
