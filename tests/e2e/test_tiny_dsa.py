@@ -16,6 +16,11 @@ import pydantic
 import pytest
 from server_process import ServerProcess
 
+from minidsa.configs.engine import CacheConfig, EngineConfig
+from minidsa.configs.sampling import SamplingParams
+from minidsa.scheduler.offline import OfflineEngine
+from minidsa.server.tokenizer import Tokenizer
+
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -237,15 +242,20 @@ def test_num_16_a_fact_far_behind_the_selection_is_found(tiny):
     assert codes["tiny harp"] in (choice.message.content or "")
 
 
-def test_the_fp8_twin_gives_the_same_answers(tiny, tmp_path):
+def test_the_fp8_twin_gives_the_same_answers(tmp_path):
     from training.fp8 import write_twin
 
-    shipped = Path(__file__).parents[2] / "checkpoints" / "tiny-dsa"
+    shipped = ROOT / "checkpoints" / "tiny-dsa"
     write_twin(shipped, tmp_path)
-    server = ServerProcess(str(tmp_path), *SMALL, "--served-model-name", "tiny-dsa")
-    try:
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="EMPTY", max_retries=0) as twin:
-            for question in ("What is the capital of Norway?", "What is 7 + 5?"):
-                assert ask(twin, question).message.content == ask(tiny, question).message.content
-    finally:
-        server.kill()
+    config = EngineConfig(num_threads=1, cache=CacheConfig(num_pages=64))
+    params = SamplingParams(max_tokens=40, seed=0, temperature=0.0)
+    prompts = [
+        f"<｜begin▁of▁sentence｜><｜User｜>{question}<｜Assistant｜></think>"
+        for question in ("What is the capital of Norway?", "What is 7 + 5?")
+    ]
+    own, twin = (
+        OfflineEngine.load(folder, Tokenizer.from_directory, config).generate(prompts, params)
+        for folder in (shipped, tmp_path)
+    )
+    assert [answer.text for answer in twin] == [answer.text for answer in own]
+    assert "Oslo" in own[0].text and own[0].finish_reason == "stop"

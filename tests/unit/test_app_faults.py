@@ -10,9 +10,9 @@ import pytest
 
 from minidsa.scheduler.messages import EngineStats, Failed, Heartbeat, Outputs, RequestOutput
 from minidsa.server.activity import activity_line, report_activity
-from minidsa.server.engine_client import Health
+from minidsa.server.engine_client import EngineClient, Health, StartFailed
 from patience import PATIENCE, until
-from scripted_engine import EOS, VOCAB, Bed, server_config, serving
+from scripted_engine import EOS, VOCAB, Bed, ScriptedEngine, server_config, serving
 from sse_reader import post, read_events
 from tokenizers_small import small_tokenizer
 
@@ -96,6 +96,15 @@ async def test_the_engine_says_that_it_fails():
         bed.engine.emit(Failed("not even one token can be computed"))
         assert (await running).status_code == 503
         assert bed.service.client.failure == "not even one token can be computed"
+
+
+@pytest.mark.parametrize("is_setting", [False, True])
+async def test_what_an_engine_cannot_start_with_is_told_as_what_it_is(is_setting):
+    engine = ScriptedEngine()
+    engine.emit(Failed("no such thing", is_setting))
+    with pytest.raises(StartFailed, match="no such thing") as caught:
+        await EngineClient(engine, 1.0, 1.0).plan()
+    assert caught.value.is_setting is is_setting
 
 
 @pytest.mark.parametrize("stream", [True, False])
