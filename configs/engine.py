@@ -79,7 +79,8 @@ class EngineConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     attention_backend: str = "auto"
     enforce_eager: bool = False
-    """Launch every operation by itself, also where CUDA graphs could replay steps."""
+    """Launch every operation by itself, also where CUDA graphs could replay steps, or a CPU what it
+    recorded."""
     max_model_len: int | None = None
     """Longest prompt plus output; the model's context when not given."""
     seed: int = 0

@@ -94,7 +94,7 @@ class DeepseekModel:
         ValueError for a model that was made without its MTP layer.
         """
         step = self._step(plan, backend, storage)
-        return self._mtp()(self.embedding(next_ids_T), hidden_TD, step)
+        return self.mtp_layer(self.embedding(next_ids_T), hidden_TD, step)
 
     def write_guess_rows(
         self,
@@ -106,9 +106,11 @@ class DeepseekModel:
     ) -> None:
         """Write the rows that `guess` would, without its results."""
         step = self._step(plan, backend, storage)
-        self._mtp().write(self.embedding(next_ids_T), hidden_TD, step.rows)
+        self.mtp_layer.write(self.embedding(next_ids_T), hidden_TD, step.rows)
 
-    def _mtp(self) -> MtpLayer:
+    @property
+    def mtp_layer(self) -> MtpLayer:
+        """The MTP layer; raises ValueError for a model that was made without it."""
         if self.mtp is None:
             raise ValueError("the model was made without its MTP layer")
         return self.mtp

@@ -22,6 +22,7 @@ from ..kv_cache.storage import CacheStorage
 from .decode_graphs import DecodeGraphs
 from .deepseek import DeepseekModel
 from .inputs import Span, attention_batch, to_tensor
+from .recorded_layers import RecordedLayers
 from .sequence import SequenceInput, SequenceOutput
 
 Live = Sequence[tuple[SequenceInput, SequenceOutput]]
@@ -36,11 +37,13 @@ class MtpDrafter:
         backend: AttentionBackend,
         storage: CacheStorage,
         graphs: DecodeGraphs | None = None,
+        recorded: RecordedLayers | None = None,
     ) -> None:
         self._model = model
         self._backend = backend
         self._storage = storage
         self._graphs = graphs
+        self._recorded = recorded
 
     def propose(
         self,
@@ -68,7 +71,7 @@ class MtpDrafter:
             if chunks or not is_wanted:
                 self._model.write_guess_rows(next_ids_T, hidden_TD, *context)
             else:
-                hidden_TD = self._model.guess(next_ids_T, hidden_TD, *context)
+                hidden_TD = self._run(next_ids_T, hidden_TD, plan)
         rows, positions, live = [], [], []
         for end, sequence, output in zip(_ends(sequences), sequences, outputs, strict=True):
             if sequence.num_to_draft and output.token_ids:
@@ -116,8 +119,15 @@ class MtpDrafter:
         batch = attention_batch(spans, 0, self._storage.page_size, self._model.device)
         plan = self._backend.plan(batch)
         ids_N = to_tensor(next_ids, self._model.device)
-        hidden_ND = self._model.guess(ids_N, hidden_ND, plan, self._backend, self._storage)
+        hidden_ND = self._run(ids_N, hidden_ND, plan)
         return hidden_ND, self._choose(hidden_ND)
+
+    def _run(self, next_ids_T: Tensor, hidden_TD: Tensor, plan: Plan) -> Tensor:
+        if self._recorded is not None:
+            guessed_TD = self._recorded.guess(next_ids_T, hidden_TD, plan)
+            if guessed_TD is not None:
+                return guessed_TD
+        return self._model.guess(next_ids_T, hidden_TD, plan, self._backend, self._storage)
 
     def _write_rows(
         self, next_ids: Sequence[int], hidden_TD: Tensor, spans: Sequence[Span]

@@ -34,6 +34,7 @@ from .layers.fp8 import multiplies_fp8
 from .loader import CheckedCheckpoint, check_checkpoint, has_mtp_layer, load_weights
 from .memory_plan import MemoryPlan, cache_layout, plan_memory
 from .progress import progress_bar
+from .recorded_layers import RecordedLayers
 from .runner import ModelRunner
 from .weight_sizes import total, weight_sizes
 
@@ -233,7 +234,10 @@ def _assemble(
         notes.append(
             "steps are replayed as CUDA graphs, the usual ones captured before the first request"
         )
-    runner = ModelRunner(model, backend, storage, graphs, layer_graphs)
+    recorded = None
+    if RecordedLayers.suit(model, storage) and not config.enforce_eager:
+        recorded = RecordedLayers(model, backend, storage)
+    runner = ModelRunner(model, backend, storage, graphs, layer_graphs, recorded)
     return LoadedEngine(runner, kv_cache, info)
 
 

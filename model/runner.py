@@ -23,6 +23,7 @@ from .drafter import MtpDrafter
 from .inputs import Span, attention_batch, to_tensor
 from .layer_graphs import LayerGraphs
 from .logprobs import score_tokens
+from .recorded_layers import RecordedLayers
 from .sampler import choose, sample
 from .sequence import (
     NON_FINITE,
@@ -43,8 +44,8 @@ class ModelRunner:
     """A model, its cache memory and the backend that attends over it.
 
     A model with an MTP layer writes that layer's rows too, and proposes what it is asked for.
-    graphs: replays of decode steps; layer_graphs: of the layers in other steps. Without them steps
-    run eagerly.
+    graphs: replays of decode steps; layer_graphs: of the layers in other steps; recorded: the
+    layers of small steps on a CPU. Without them steps run eagerly.
     """
 
     def __init__(
@@ -54,14 +55,18 @@ class ModelRunner:
         storage: CacheStorage,
         graphs: DecodeGraphs | None = None,
         layer_graphs: LayerGraphs | None = None,
+        recorded: RecordedLayers | None = None,
     ) -> None:
         self.model = model
         self.backend = backend
         self.storage = storage
         self.graphs = graphs
         self.layer_graphs = layer_graphs
+        self.recorded = recorded
         self.device = storage.latent_LSC.device
-        self.drafter = None if model.mtp is None else MtpDrafter(model, backend, storage, graphs)
+        self.drafter = None
+        if model.mtp is not None:
+            self.drafter = MtpDrafter(model, backend, storage, graphs, recorded)
 
     @torch.inference_mode()
     def prepare(self, requests: int, num_drafts: int, longest: int) -> Iterator[str]:
@@ -172,10 +177,11 @@ class ModelRunner:
         return outputs
 
     def _forward(self, ids_T: Tensor, plan: Plan) -> Tensor:
-        if self.layer_graphs is not None:
-            hidden_TD = self.layer_graphs.forward(ids_T, plan)
-            if hidden_TD is not None:
-                return hidden_TD
+        for layers in (self.layer_graphs, self.recorded):
+            if layers is not None:
+                hidden_TD = layers.forward(ids_T, plan)
+                if hidden_TD is not None:
+                    return hidden_TD
         return self.model.forward(ids_T, plan, self.backend, self.storage)
 
     def _count(self, spans: Sequence[Span], num_extends: int) -> None:

@@ -71,7 +71,11 @@ GROUPS: tuple[Group, ...] = (
                 "engine.attention_backend",
                 "auto, torch, triton, or dsa, which insists on an indexer",
             ),
-            Flag("--enforce-eager", "engine.enforce_eager", "no CUDA graphs"),
+            Flag(
+                "--enforce-eager",
+                "engine.enforce_eager",
+                "no CUDA graphs or recorded layers",
+            ),
             Flag(
                 "--profile-dir",
                 "engine.profile_dir",

@@ -41,6 +41,7 @@ def random_settings(rng: random.Random) -> Settings:
         reuse=rng.random() < 0.8,
         host_pages=rng.choice([0, 2, 400 // page_size]),
         leads=rng.random() < 0.5,
+        recorded=rng.random() < 0.5,
     )
 
 

@@ -21,6 +21,7 @@ from minidsa.kv_cache.storage import CacheStorage
 from minidsa.model.checkpoint import read_config
 from minidsa.model.deepseek import DeepseekModel
 from minidsa.model.loader import load_model
+from minidsa.model.recorded_layers import RecordedLayers
 from minidsa.model.runner import ModelRunner
 from minidsa.scheduler.grammar import GrammarCompiler
 from minidsa.scheduler.messages import RequestOutput, Submit, TokenLogprobs
@@ -46,6 +47,7 @@ class Settings:
     reuse: bool = True
     host_pages: int = 0
     leads: bool = False
+    recorded: bool = False
 
 
 class NanPool(PagePool):
@@ -96,7 +98,8 @@ class ModelDriver:
             has_indexer=config.indexer is not None,
         )
         backend = choice.build(storage, config.indexer.topk if config.indexer else None)
-        self.runner = ModelRunner(model, backend, storage)
+        recorded = RecordedLayers(model, backend, storage) if settings.recorded else None
+        self.runner = ModelRunner(model, backend, storage, recorded=recorded)
         tier = None
         if settings.host_pages:
             page_bytes = sum(plane.nbytes for plane in storage.planes()) // (settings.pages + 1)

@@ -27,6 +27,11 @@ class PackedExperts:
         if agrees(*gate_up_XED.shape[1:]) and agrees(*down_XDE.shape[1:]):
             self._tables = Table(gate_up_XED), Table(down_XDE)
 
+    @property
+    def gathers(self) -> bool:
+        """Whether few tokens take the same operations, whatever experts they chose."""
+        return self._tables is not None
+
     def __call__(self, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
         """The output of every chosen expert, [T, K, D]."""
         tokens, chosen = ids_TK.shape

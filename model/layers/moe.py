@@ -10,7 +10,6 @@ shared block of width s * I is the sum of s blocks of width I.
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 class Gate:
     """DeepSeek-V3's `noaux_tc` gate, in fp32. The bias decides who is chosen, never the weights.
 
-    For a CPU. numpy ranks the experts: for so few numbers it takes half of torch's time.
+    For a CPU.
     """
 
     def __init__(self, moe: MoeConfig, hidden: int, allocate: Allocator) -> None:
@@ -43,10 +42,10 @@ class Gate:
         """Weights (fp32) and ids of the chosen experts, each [T, K], best first."""
         moe, scores_TE = self.moe, self._logits(x_TD)
         by_rows(torch.sigmoid_, scores_TE)
-        ranking_TE = (scores_TE + self.bias_E).numpy()
+        ranking_TE = scores_TE + self.bias_E
         if moe.num_chosen_groups < moe.num_groups:
             self._best_groups_only_(ranking_TE)
-        ids_TK = torch.from_numpy(_descending(ranking_TE)[:, : moe.num_chosen])
+        ids_TK = _descending(ranking_TE).narrow(1, 0, moe.num_chosen)
         weights_TK = scores_TE.gather(1, ids_TK)
         if moe.normalise:
             weights_TK.div_(weights_TK.sum(dim=-1, keepdim=True).add_(1e-20))
@@ -62,22 +61,23 @@ class Gate:
         self._packed = Linear(F.pad(self.weight_ED, (0, 0, 0, 1)))
         self._packed.pack()
 
-    def _best_groups_only_(self, ranking_TE: np.ndarray) -> None:
+    def _best_groups_only_(self, ranking_TE: Tensor) -> None:
         """Put -inf outside the best groups; a group counts by the sum of its two best.
 
         -inf and not 0: with every biased score below 0, a masked 0 would win.
         """
-        moe, tokens = self.moe, len(ranking_TE)
-        grouped_TGE = ranking_TE.reshape(tokens, moe.num_groups, -1)
-        sorted_TGE = np.partition(grouped_TGE, -2)
-        groups_TG = _descending(sorted_TGE[..., -1] + sorted_TGE[..., -2])
-        left_out_TG = groups_TG[:, moe.num_chosen_groups :]
-        grouped_TGE[np.arange(tokens)[:, None], left_out_TG] = -np.inf
+        moe = self.moe
+        grouped_TGE = ranking_TE.unflatten(1, (moe.num_groups, -1))
+        order_TG = _descending(grouped_TGE.topk(2).values.sum(dim=-1))
+        num_left_out = moe.num_groups - moe.num_chosen_groups
+        left_out_TG = order_TG.narrow(1, moe.num_chosen_groups, num_left_out)
+        places_TGE = left_out_TG.unsqueeze(-1).expand(-1, -1, grouped_TGE.shape[2])
+        grouped_TGE.scatter_(1, places_TGE, -torch.inf)
 
 
-def _descending(scores: np.ndarray) -> np.ndarray:
+def _descending(scores: Tensor) -> Tensor:
     """Indices by falling score; equal scores keep the lower index first, unlike torch.topk."""
-    return (-scores).argsort(axis=-1, kind="stable")
+    return scores.sort(dim=-1, descending=True, stable=True).indices
 
 
 class Moe:
@@ -103,6 +103,11 @@ class Moe:
     @property
     def takes_fp8(self) -> bool:
         return self.fp8 is not None
+
+    @property
+    def gathers(self) -> bool:
+        """Whether few tokens take the same operations, whatever experts they chose."""
+        return self._packed is not None and self._packed.gathers
 
     def __call__(self, x_TD: Tensor, rows: "Fp8Rows | None" = None) -> Tensor:
         """rows: x in fp8, where experts take it so and it was made already."""

@@ -32,14 +32,15 @@ class MtpLayer:
         embedded_TD: the token after each row. hidden_TD: the row's hidden state after the model's
         final norm, or this layer's own result where the row was guessed itself.
         """
-        x_TD = self._joined(embedded_TD, hidden_TD)
+        x_TD = self.joined(embedded_TD, hidden_TD)
         return self.norm.add(x_TD, self.layer(x_TD, None, step))
 
     def write(self, embedded_TD: Tensor, hidden_TD: Tensor, rows: Rows) -> None:
         """Only the layer's rows in the cache; arguments as for a call."""
-        x_TD = self._joined(embedded_TD, hidden_TD)
+        x_TD = self.joined(embedded_TD, hidden_TD)
         self.layer.attention.write(rows, self.layer.attention_norm(x_TD))
 
-    def _joined(self, embedded_TD: Tensor, hidden_TD: Tensor) -> Tensor:
+    def joined(self, embedded_TD: Tensor, hidden_TD: Tensor) -> Tensor:
+        """The decoder layer's input [T, D]; arguments as for a call."""
         normed = self.token_norm(embedded_TD), self.hidden_norm(hidden_TD)
         return self.join(torch.cat(normed, dim=-1))

@@ -62,7 +62,7 @@ def _yarn_frequencies(frequencies: Tensor, theta: float, yarn: YarnConfig) -> Te
 def rotate_(x: Tensor, angles: Tensor) -> None:
     """Rotate [..., R] in place by complex angles that broadcast against [..., R / 2]."""
     if x.dtype == torch.float32:
-        by_rows(Tensor.mul_, x.view(torch.complex64), angles)
+        by_rows(Tensor.mul_, torch.view_as_complex(x.unflatten(-1, (-1, 2))), angles)
         return
     pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
     x.copy_(torch.view_as_real(pairs * angles).flatten(-2))
