@@ -3,8 +3,6 @@
 import json
 import random
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -120,14 +118,14 @@ def test_the_readmes_first_request_is_answered_as_it_says(tiny):
     ("library", "printed"),
     [("openai", "Mira"), ("anthropic", "The capital of Norway is Oslo."), ("minidsa", "length")],
 )
-def test_the_readmes_scripts_run(tiny, library, printed):
+def test_the_readmes_scripts_run(tiny, library, printed, monkeypatch, capsys):
     """As they stand there, but for the address."""
     scripts = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     (script,) = (s for s in scripts if s.startswith(f"from {library}"))
+    monkeypatch.chdir(ROOT)
     address = f"{tiny.base_url.host}:{tiny.base_url.port}"
-    command = [sys.executable, "-c", script.replace("127.0.0.1:8000", address)]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    assert printed in done.stdout
+    exec(compile(script.replace("127.0.0.1:8000", address), "README.md", "exec"), {})
+    assert printed in capsys.readouterr().out
 
 
 def test_it_writes_json(tiny):
