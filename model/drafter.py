@@ -69,7 +69,9 @@ class MtpDrafter:
             next_ids_T = to_tensor(following, self._model.device)
             chunks, context = plan.batch.num_extends > 0, (plan, self._backend, self._storage)
             if chunks or not is_wanted:
-                self._model.write_guess_rows(next_ids_T, hidden_TD, *context)
+                given, recorded = (next_ids_T, hidden_TD), self._recorded
+                if recorded is None or not recorded.write_guess_rows(*given, plan):
+                    self._model.write_guess_rows(*given, *context)
             else:
                 hidden_TD = self._run(next_ids_T, hidden_TD, plan)
         rows, positions, live = [], [], []

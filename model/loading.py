@@ -235,7 +235,7 @@ def _assemble(
             "steps are replayed as CUDA graphs, the usual ones captured before the first request"
         )
     recorded = None
-    if RecordedLayers.suit(model, storage) and not config.enforce_eager:
+    if model.device.type == "cpu" and not config.enforce_eager:
         recorded = RecordedLayers(model, backend, storage)
     runner = ModelRunner(model, backend, storage, graphs, layer_graphs, recorded)
     return LoadedEngine(runner, kv_cache, info)

@@ -4,7 +4,8 @@ A layer is about a hundred operations, and with few tokens Python takes as long 
 the processor to compute them. What lies between two attentions depends on nothing but the number of
 tokens (see `layer_graphs.py`, which does the same on a GPU): piece i goes from what layer i - 1
 attended to up to the queries of layer i. Once recorded, torch runs it without Python, operation by
-operation as before: a request's bits are the same.
+operation as before: a request's bits are the same. One token is recorded by itself, because its
+products are others; one recording serves any larger number.
 """
 
 import sys
@@ -24,12 +25,11 @@ from ..attention.base import AttentionBackend, IndexQuery, Plan, Query
 from ..kv_cache.storage import CacheStorage
 from .deepseek import DeepseekModel
 from .layers.decoder import DecoderLayer
+from .layers.elementwise import SHARED_FROM
+from .layers.linear import SMALL_STEP
 from .layers.mla import Rows, Step
 from .layers.moe import Moe
 from .layers.norm import RmsNorm
-
-# With more, the host's part of a step is small.
-MOST_TOKENS = 8
 
 Piece = Callable[..., tuple[Tensor, ...]]
 
@@ -44,9 +44,10 @@ class Stack:
 
 
 class RecordedLayers:
-    """The layers of a model, and its MTP layer, for decode steps of up to MOST_TOKENS tokens.
+    """The layers of a model, and its MTP layer, for decode steps of up to `most_tokens`.
 
-    A number of tokens is recorded when it first comes up, which takes as long as some ten steps.
+    What comes up for the first time is recorded then, which takes as long as some ten steps.
+    most_tokens: 0 where nothing can be recorded.
     """
 
     def __init__(
@@ -60,23 +61,13 @@ class RecordedLayers:
         if (mtp := model.mtp) is not None:
             join = partial(_join, model)
             self._stacks["guess"] = Stack(join, [mtp.layer], mtp.norm)
-        self._pieces: dict[tuple[str, int], list[Piece]] = {}
-
-    @staticmethod
-    def suit(model: DeepseekModel, storage: CacheStorage) -> bool:
-        """Whether a layer's operations on few tokens are the same whatever the tokens are.
-
-        torch records nothing from Python 3.14 on.
-        """
-        layers = [*model.layers, *([model.mtp.layer] if model.mtp else [])]
-        moes = [layer.feed_forward for layer in layers if isinstance(layer.feed_forward, Moe)]
-        is_plain = model.device.type == "cpu" and model.dtype == torch.float32
-        is_fixed = is_plain and not storage.layout.is_fp8 and all(moe.gathers for moe in moes)
-        return is_fixed and sys.version_info < (3, 14)
+            self._stacks["write"] = Stack(join, [mtp.layer], mtp.norm)
+        self._pieces: dict[tuple[str, bool], list[Piece]] = {}
+        self.most_tokens = 0 if storage.layout.is_fp8 else _most_tokens(model)
 
     @property
-    def recorded(self) -> tuple[tuple[str, int], ...]:
-        """What was recorded, "forward" or "guess", and for how many tokens."""
+    def recorded(self) -> tuple[tuple[str, bool], ...]:
+        """What was recorded ("forward", "guess" or "write"), and whether for several tokens."""
         return tuple(self._pieces)
 
     def forward(self, token_ids_T: Tensor, plan: Plan) -> Tensor | None:
@@ -87,23 +78,27 @@ class RecordedLayers:
         """As `DeepseekModel.guess`; None where nothing is recorded."""
         return self._run("guess", plan, next_ids_T, hidden_TD)
 
+    def write_guess_rows(self, next_ids_T: Tensor, hidden_TD: Tensor, plan: Plan) -> bool:
+        """As `DeepseekModel.write_guess_rows`; False where nothing is recorded."""
+        return self._run("write", plan, next_ids_T, hidden_TD) is not None
+
     def _run(self, name: str, plan: Plan, *inputs: Tensor) -> Tensor | None:
         batch, stack = plan.batch, self._stacks[name]
-        key = name, batch.slots_T.shape[0]
-        if batch.num_extends or key[1] > MOST_TOKENS:
+        count = batch.slots_T.shape[0]
+        if batch.num_extends or count > self.most_tokens:
             return None
+        key = name, count > 1
         if key not in self._pieces:
-            self._pieces[key] = self._new(stack)
+            self._pieces[key] = [self._write(stack)] if name == "write" else self._new(stack)
         begin, *others = self._pieces[key]
         # Without the optimiser of graphs, which takes long and finds nothing here.
         with optimized_execution(False):
             x_TD, angles_TR, *q = begin(batch.positions_T, batch.slots_T, *inputs)
             step = Step(plan, self._backend, self._rows(batch.slots_T, angles_TR))
-            for layer, go_on in zip(stack.layers, others, strict=True):
+            for layer, go_on in zip(stack.layers, others, strict=bool(others)):
                 heads_THV = step.attend(layer.attention.layer, _query(q))
-                q = go_on(x_TD, heads_THV, batch.slots_T, angles_TR)
-        [hidden_TD] = q
-        return hidden_TD
+                x_TD, *q = go_on(x_TD, heads_THV, batch.slots_T, angles_TR)
+        return x_TD
 
     def _rows(self, slots_T: Tensor, angles_TR: Tensor) -> Rows:
         """Queries always have their index part, so that one recording serves every length."""
@@ -124,7 +119,8 @@ class RecordedLayers:
             slots_T: Tensor, angles_TR: Tensor,
         ) -> tuple[Tensor, ...]:  # fmt: skip
             rows = self._rows(slots_T, angles_TR)
-            return _tensors(following.queries(x_TD, layer.finish(x_TD, heads_THV), rows))
+            q = following.queries(x_TD, layer.finish(x_TD, heads_THV), rows)
+            return x_TD, *_tensors(q)
 
         def end(x_TD: Tensor, heads_THV: Tensor, *_: Tensor) -> tuple[Tensor]:
             return (stack.norm.add(x_TD, last.finish(x_TD, heads_THV)),)
@@ -138,14 +134,46 @@ class RecordedLayers:
             Recorder(end, []),
         ]
 
+    def _write(self, stack: Stack) -> Piece:
+        """Only the cache rows of the first layer."""
+        [layer] = stack.layers
+
+        def write(positions_T: Tensor, slots_T: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+            angles_TR = self._angles_PR.index_select(0, positions_T)
+            x_TD = stack.enter(*inputs)
+            rows = self._rows(slots_T, angles_TR)
+            layer.attention.write(rows, layer.attention_norm(x_TD))
+            return x_TD, angles_TR
+
+        return Recorder(write, self._planes(layer))
+
     def _planes(self, layer: DecoderLayer) -> list[Tensor]:
         """What a layer's rows are written to."""
         index_k = self._storage.index_k[layer.attention.index]
         return [self._storage.latent_LSC, *([] if index_k is None else [index_k])]
 
 
+def _most_tokens(model: DeepseekModel) -> int:
+    """Tokens up to which a layer's operations are the same whatever the tokens are.
+
+    torch records nothing from Python 3.14 on.
+    """
+    is_plain = model.device.type == "cpu" and model.dtype == torch.float32
+    if not is_plain or sys.version_info >= (3, 14):
+        return 0
+    config, moe = model.config, model.config.moe
+    layers = [*model.layers, *([model.mtp.layer] if model.mtp else [])]
+    parts = [layer.feed_forward for layer in layers]
+    # `by_rows` cuts what is wider: a recording would hold where.
+    widths = [config.intermediate_size, config.num_heads * config.rope_dim]
+    if moe is not None:
+        widths += [moe.num_experts, (moe.num_chosen + moe.num_shared) * moe.intermediate_size]
+    gathered = [part.most_gathered for part in parts if isinstance(part, Moe)]
+    return min(SMALL_STEP, (SHARED_FROM - 1) // max(widths), *gathered)
+
+
 class Recorder:
-    """A function that is recorded by its first call; the inputs of all calls have its shapes.
+    """A function that is recorded by its first call, for inputs of its kind.
 
     written: tensors beside the inputs that it writes to. A recording holds what else it reads as
     constants, and believes that those stay as they are.

@@ -28,15 +28,15 @@ class PackedExperts:
             self._tables = Table(gate_up_XED), Table(down_XDE)
 
     @property
-    def gathers(self) -> bool:
-        """Whether few tokens take the same operations, whatever experts they chose."""
-        return self._tables is not None
+    def most_gathered(self) -> int:
+        """Pairs of a token and an expert up to which operations depend on nothing else."""
+        return MANY * len(self._downs) - 1 if self._tables is not None else 0
 
     def __call__(self, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
         """The output of every chosen expert, [T, K, D]."""
         tokens, chosen = ids_TK.shape
         ids_P = ids_TK.flatten()
-        if self._tables is not None and len(ids_P) < MANY * len(self._downs):
+        if self._tables is not None and len(ids_P) <= self.most_gathered:
             gate_up, down = self._tables
             rows_TKD = x_TD.unsqueeze(1).expand(-1, chosen, -1)
             out_PD = down(silu_product(gate_up(rows_TKD, ids_P)), ids_P)
@@ -71,4 +71,4 @@ class Table:
     def __call__(self, x: Tensor, ids_P: Tensor) -> Tensor:
         """P rows x [..., D], each times the weight of its own expert: [P, E]."""
         rows_P = self._rows_XD.index_select(0, ids_P).view(-1)
-        return gather(x, self._table_XE, rows_P, self._starts_P.narrow(0, 0, len(ids_P)))
+        return gather(x, self._table_XE, rows_P, self._starts_P.narrow(0, 0, ids_P.shape[0]))

@@ -17,6 +17,8 @@ from .products import agrees, gather, multiply, pack, packs
 # `gather` reads the weight once for each row of x. Up to so many elements in all that costs less
 # than a call of `multiply` does.
 CHEAP_TO_GATHER = 200_000
+# Steps of up to so many tokens take the same operations, those of one token their own.
+SMALL_STEP = 32
 
 
 @dataclass(frozen=True)
@@ -107,16 +109,25 @@ class Linear:
 
 
 class FewRows:
-    """The product of at least one and at most `most` rows by `products.gather`."""
+    """The product of at least one and at most `most` rows by `products.gather`.
+
+    `most` is 1, or at least SMALL_STEP: a recording serves steps of any number of rows between.
+    """
 
     def __init__(self, weight_ED: Tensor) -> None:
         columns = weight_ED.shape[1]
-        self.most = max(1, CHEAP_TO_GATHER // weight_ED.numel())
+        cheap = CHEAP_TO_GATHER // weight_ED.numel()
+        self.most = cheap if cheap >= SMALL_STEP else 1
         self._table_DE = weight_ED.t().contiguous()
-        rows_P = torch.arange(columns).repeat(self.most)
-        starts_T = torch.arange(self.most) * columns
-        # For each count of rows: cutting these in a step would cost half as much as the product.
-        self._places = [(rows_P[: n * columns], starts_T[:n]) for n in range(self.most + 1)]
+        self._rows_P = torch.arange(columns).repeat(self.most)
+        self._starts_T = torch.arange(self.most) * columns
+        # Cutting these in a step would cost half as much as the product of one row.
+        self._alone = self._rows_P[:columns], self._starts_T[:1]
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        return gather(x_TD, self._table_DE, *self._places[len(x_TD)])
+        if len(x_TD) == 1:
+            return gather(x_TD, self._table_DE, *self._alone)
+        # A number from the shape stays open in a recording.
+        count, columns = x_TD.shape
+        rows_P = self._rows_P.narrow(0, 0, count * columns)
+        return gather(x_TD, self._table_DE, rows_P, self._starts_T.narrow(0, 0, count))

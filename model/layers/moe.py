@@ -105,9 +105,10 @@ class Moe:
         return self.fp8 is not None
 
     @property
-    def gathers(self) -> bool:
-        """Whether few tokens take the same operations, whatever experts they chose."""
-        return self._packed is not None and self._packed.gathers
+    def most_gathered(self) -> int:
+        """Tokens up to which operations depend on nothing but their number."""
+        pairs = 0 if self._packed is None else self._packed.most_gathered
+        return pairs // (self.moe.num_chosen + self.moe.num_shared)
 
     def __call__(self, x_TD: Tensor, rows: "Fp8Rows | None" = None) -> Tensor:
         """rows: x in fp8, where experts take it so and it was made already."""
@@ -131,7 +132,7 @@ class Moe:
             gate = self.gate
             return choose_experts(fp32_product(x_TD, gate.weight_ED), gate.bias_E, self.moe)
         weights_TK, ids_TK = self.gate(x_TD)
-        tokens, shared = len(x_TD), self.moe.num_shared
+        tokens, shared = x_TD.shape[0], self.moe.num_shared
         shared_S = self._experts_X.narrow(0, self.moe.num_experts, shared)
         ids_TK = torch.cat((ids_TK, shared_S.expand(tokens, -1)), dim=1)
         return torch.cat((weights_TK, self._ones_S.expand(tokens, -1)), dim=1), ids_TK
