@@ -15,7 +15,7 @@ from statistics import median_low
 MEASUREMENTS = 3
 """Steps of each kind that are tried before the choice is trusted."""
 EXPLORE_EVERY = 64
-"""So often a neighbour of the best length is tried: text and load change."""
+"""So often a neighbour of the best length is measured anew: text and load change."""
 LONGEST_START = 2
 """Where the search begins for a single request; batches twice as large begin one draft lower."""
 RECENT_TIMES = 15
@@ -47,6 +47,9 @@ class DraftLength:
         self._seconds: dict[tuple[int, int], deque[float]] = {}
         self._num_measured: Counter[tuple[int, int]] = Counter()
         self._num_choices = 0
+        # Whose times of long ago end with the next one: what was measured while the machine was
+        # busy would else look bad for good.
+        self._tried_anew: set[tuple[int, int]] = set()
 
     def choose(self, num_requests: int) -> int:
         """Drafts for a step of that many decoding requests."""
@@ -71,7 +74,9 @@ class DraftLength:
                 return above
         beside = [k for k in (above, below) if k in times]
         if beside and self._num_choices % EXPLORE_EVERY == 0:
-            return beside[self._num_choices // EXPLORE_EVERY % len(beside)]
+            tried = beside[self._num_choices // EXPLORE_EVERY % len(beside)]
+            self._tried_anew.add((_size(num_requests), tried))
+            return tried
         return best
 
     def expected(self, num_drafts: int) -> float:
@@ -91,9 +96,10 @@ class DraftLength:
         """A step of nothing but verifying took so long."""
         key = _size(num_requests), num_drafts
         times = self._seconds.setdefault(key, deque(maxlen=RECENT_TIMES))
-        if self._num_measured[key] == 1:
+        if self._num_measured[key] == 1 or key in self._tried_anew:
             # The first run of a kind may include what is done only once.
             times.clear()
+            self._tried_anew.discard(key)
         self._num_measured[key] += 1
         times.append(seconds)
 

@@ -223,6 +223,17 @@ def test_a_neighbour_is_tried_now_and_then():
     assert {lengths.choose(4) for _ in range(400)} == {1, 2, 3}
 
 
+def test_a_length_that_was_measured_at_a_bad_moment_is_measured_anew():
+    """Steps without drafts took ten times as long when they were measured first."""
+    lengths = DraftLength(1, adaptive=True)
+    for k, seconds in ((0, 10.0), (1, 1.9)):
+        for _ in range(MEASUREMENTS):
+            lengths.observe_time(4, k, seconds)
+    lengths.observe_acceptance(1, 0)
+    tried = climbed(lengths, 4, lambda k: (1.0, 1.9)[k], 200)
+    assert 0 not in tried[:50] and tried[100:].count(0) >= 90
+
+
 def test_a_fixed_length_stays():
     lengths = DraftLength(5, adaptive=False)
     assert {lengths.choose(n) for n in range(40)} == {5}
