@@ -50,7 +50,7 @@ def two_tokens(draft: int | None, params: list[SamplingParams]) -> torch.Tensor:
     return torch.tensor([first, second])
 
 
-@pytest.mark.parametrize("draws", [10_000, pytest.param(50_000, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("draws", [20_000, pytest.param(50_000, marks=pytest.mark.deep)])
 @pytest.mark.parametrize(
     "fields",
     [
