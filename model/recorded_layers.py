@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.jit._fuser import optimized_execution
+from torch.jit import optimized_execution
 from torch.overrides import TorchFunctionMode
 
 from ..attention.base import AttentionBackend, IndexQuery, Plan, Query
@@ -166,6 +166,8 @@ def _most_tokens(model: DeepseekModel) -> int:
     parts = [layer.feed_forward for layer in layers]
     # `by_rows` cuts what is wider: a recording would hold where.
     widths = [config.intermediate_size, config.num_heads * config.rope_dim]
+    if config.indexer is not None:
+        widths.append(config.indexer.num_heads * config.rope_dim)
     if moe is not None:
         widths += [moe.num_experts, (moe.num_chosen + moe.num_shared) * moe.intermediate_size]
     gathered = [part.most_gathered for part in parts if isinstance(part, Moe)]
@@ -194,15 +196,19 @@ class Recorder:
         of a recording, and once to record. Both times the rows that are written are the same."""
         with _Packed() as packed:
             self._function(*[x.clone() for x in inputs])
-        self._beside += packed.weights
+        beside = self._beside + packed.weights
+        names = [f"x{i}" for i in range(len(inputs) + len(beside))]
         function, count = self._function, len(inputs)
         with warnings.catch_warnings():
-            # One says that a number of tokens becomes a constant, one that torch would rather
-            # compile, for which a machine needs a compiler.
+            # One says that a number of tokens becomes a constant.
             warnings.simplefilter("ignore")
-            recorded: Any = torch.jit.trace(
-                lambda *given: function(*given[:count]), (*inputs, *self._beside), check_trace=False
-            )
+            # `torch.jit.trace` keeps a function, and the weights it reads, as long as the process.
+            graph = torch._C._create_graph_by_tracing(
+                lambda *given: function(*given[:count]), (*inputs, *beside), lambda _: "",
+                True, False, None, names,
+            )[0]  # fmt: skip
+        recorded: Any = torch._C._create_function_from_graph("piece", graph)
+        self._beside = beside
         return recorded
 
 

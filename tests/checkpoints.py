@@ -186,6 +186,15 @@ def _tied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @functools.cache
+def t_many_index_heads() -> Path:
+    """The index queries are by far the widest of what a layer computes element by element."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "index_n_heads": 64}
+    widths = {"index_head_dim": 64, "qk_rope_head_dim": 64, "num_nextn_predict_layers": 0}
+    config = dict(T_SERVED) | heads | widths
+    return _written(config, tensors_of(config))
+
+
+@functools.cache
 def t_nan() -> Path:
     """NAN_TOKEN yields NaN from layer 0 on, every other token is as good as ever.
 

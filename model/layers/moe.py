@@ -76,7 +76,7 @@ class Gate:
 
 
 def _descending(scores: Tensor) -> Tensor:
-    """Indices by falling score; equal scores keep the lower index first, unlike torch.topk."""
+    """Indices by falling score, NaN first; unlike torch.topk equal scores keep the lower first."""
     return scores.sort(dim=-1, descending=True, stable=True).indices
 
 

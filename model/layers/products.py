@@ -38,7 +38,7 @@ def multiply(x_TD: Tensor, packed: Tensor) -> Tensor:
     if len(x_TD) == 1 and x_TD.shape[1] > SAME_ALONE_UP_TO:
         return multiply(x_TD.expand(2, -1), packed)[:1]
     if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
-        # A recording takes no list of scalars. Adding zeros at the end changes no bit.
+        # A recording takes no list of scalars. Adding zeros at the end changes the sign of a zero.
         zeros_TE = x_TD.new_zeros(x_TD.shape[0], packed.shape[0])
         return torch.ops.mkldnn._linear_pointwise.binary(x_TD, zeros_TE, packed, None, "add")
     return torch.ops.mkldnn._linear_pointwise.default(x_TD, packed, None, "none", [], "")

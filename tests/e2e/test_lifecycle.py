@@ -242,7 +242,7 @@ def test_http_02_a_chat_format_that_cannot_work_is_refused_before_weights_are_re
     [
         # Refused by the server itself, then by the engine.
         "no tokenizer",
-        pytest.param("short file", marks=pytest.mark.deep),
+        "short file",
         pytest.param("no weights", marks=pytest.mark.deep),
         pytest.param("broken config", marks=pytest.mark.deep),
     ],

@@ -43,7 +43,7 @@ def changed_bodies(path: str) -> st.SearchStrategy[list[tuple[bool, Any]]]:
 
 @pytest.mark.parametrize("path", PLAIN)
 @given(data=st.data())
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=settings().max_examples // 5, deadline=None)
 def test_api_101_no_body_of_the_openapi_document_makes_the_server_fail(path, data):
     async def send(sent: list[tuple[bool, Any]]) -> None:
         async with serving(burst=50) as bed:

@@ -1,18 +1,21 @@
 """Recorded layers give the bits of the layers they record, in answers and in the cache."""
 
 import dataclasses
+import gc
+import weakref
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
-from checkpoints import t_cpu, t_markov
+from checkpoints import t_cpu, t_many_index_heads, t_markov
 from minidsa.attention.base import Plan
 from minidsa.model import recorded_layers
 from minidsa.model.deepseek import DeepseekModel
 from minidsa.model.inputs import Span, attention_batch
 from minidsa.model.layers.linear import SMALL_STEP
-from minidsa.model.recorded_layers import RecordedLayers
+from minidsa.model.recorded_layers import RecordedLayers, Recorder
 from model_driver import Answers, ModelDriver, Settings
 from scheduler_fakes import submit
 
@@ -50,7 +53,7 @@ def test_ids_scores_and_rows_are_the_same(settings, count):
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
     assert driver.runner.recorded is not None
     names = {name for name, _ in driver.runner.recorded.recorded}
-    assert names >= {"forward", "guess"} if settings.drafter == "mtp" else {"forward"}
+    assert names >= ({"forward", "guess"} if settings.drafter == "mtp" else {"forward"})
 
 
 def test_one_recording_serves_any_number_of_tokens():
@@ -78,6 +81,38 @@ def test_one_recording_serves_any_number_of_tokens():
             write(ids_T, hidden_TD, decodes)
             written.append(driver.runner.storage.latent_LSC[layer].clone())
         assert torch.equal(*written) and written[0].any()
+
+
+def test_a_recording_of_the_most_tokens_serves_fewer():
+    """Whatever is cut into slices from so many elements on is not: slices would be the recorded."""
+    runner = ModelDriver(t_many_index_heads(), Settings(recorded=True)).runner
+    recorded = runner.recorded
+    assert recorded is not None and 4 < recorded.most_tokens < 16
+    for plane in runner.storage.planes():
+        plane.normal_(generator=torch.Generator().manual_seed(0))
+    for count in (recorded.most_tokens, 2, recorded.most_tokens - 1, 3):
+        batch = attention_batch([Span(100, count, list(range(1, 41)))], 0, 8, runner.device)
+        ids_T, plan = torch.arange(90, 90 + count), runner.backend.plan(batch)
+        with torch.inference_mode():
+            wanted_TD = runner.model.forward(ids_T, plan, runner.backend, runner.storage)
+            found_TD = recorded.forward(ids_T, plan)
+        assert found_TD is not None and torch.equal(found_TD, wanted_TD)
+
+
+def test_a_recording_that_is_dropped_gives_its_weights_back():
+    memory_DD = np.ones((64, 64), np.float32)
+    weight_DD, kept = torch.from_numpy(memory_DD), weakref.ref(memory_DD)
+    recorder = Recorder(partial(multiplied, weight_DD), [])
+    for count in (2, 3):
+        [found_TD] = recorder(torch.ones(count, 64))
+        assert torch.equal(found_TD, torch.full((count, 64), 64.0))
+    del recorder, weight_DD, memory_DD
+    gc.collect()
+    assert kept() is None
+
+
+def multiplied(weight_DD: torch.Tensor, x_TD: torch.Tensor) -> tuple[torch.Tensor]:
+    return (x_TD @ weight_DD,)
 
 
 def written_by_model(
