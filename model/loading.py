@@ -237,6 +237,8 @@ def _assemble(
     recorded = None
     if model.device.type == "cpu" and not config.enforce_eager:
         recorded = RecordedLayers(model, backend, storage)
+        if recorded.most_tokens:
+            notes.append(f"steps of up to {recorded.most_tokens} tokens run recorded layers")
     runner = ModelRunner(model, backend, storage, graphs, layer_graphs, recorded)
     return LoadedEngine(runner, kv_cache, info)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.jit import optimized_execution
+from torch.jit._fuser import optimized_execution
 from torch.overrides import TorchFunctionMode
 
 from ..attention.base import AttentionBackend, IndexQuery, Plan, Query
