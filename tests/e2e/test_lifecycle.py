@@ -210,10 +210,7 @@ def test_ops_16_a_taken_port_is_one_line(checkpoint):
     [
         # Refused by the server itself, then by the engine.
         ("engine.num_threads=99999999", ["num_threads", "1024"]),
-        pytest.param(
-            *("engine.attention_backend=flash", ["flash", "there are: auto"]),
-            marks=pytest.mark.deep,
-        ),
+        ("engine.attention_backend=flash", ["flash", "there are: auto"]),
         pytest.param(
             *("engine.max_model_len=999999", ["max_model_len is 999999", "context is 4096"]),
             marks=pytest.mark.deep,
