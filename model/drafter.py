@@ -67,11 +67,9 @@ class MtpDrafter:
             hidden_TD, guessed = self._guess(following, hidden_TD, spans)
         else:
             next_ids_T = to_tensor(following, self._model.device)
-            chunks, context = plan.batch.num_extends > 0, (plan, self._backend, self._storage)
+            chunks = plan.batch.num_extends > 0
             if chunks or not is_wanted:
-                given, recorded = (next_ids_T, hidden_TD), self._recorded
-                if recorded is None or not recorded.write_guess_rows(*given, plan):
-                    self._model.write_guess_rows(*given, *context)
+                self._write(next_ids_T, hidden_TD, plan)
             else:
                 hidden_TD = self._run(next_ids_T, hidden_TD, plan)
         rows, positions, live = [], [], []
@@ -130,6 +128,11 @@ class MtpDrafter:
             if guessed_TD is not None:
                 return guessed_TD
         return self._model.guess(next_ids_T, hidden_TD, plan, self._backend, self._storage)
+
+    def _write(self, next_ids_T: Tensor, hidden_TD: Tensor, plan: Plan) -> None:
+        recorded, inputs = self._recorded, (next_ids_T, hidden_TD, plan)
+        if recorded is None or not recorded.write_guess_rows(*inputs):
+            self._model.write_guess_rows(*inputs, self._backend, self._storage)
 
     def _write_rows(
         self, next_ids: Sequence[int], hidden_TD: Tensor, spans: Sequence[Span]

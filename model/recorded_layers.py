@@ -94,8 +94,10 @@ class RecordedLayers:
         # Without the optimiser of graphs, which takes long and finds nothing here.
         with optimized_execution(False):
             x_TD, angles_TR, *q = begin(batch.positions_T, batch.slots_T, *inputs)
+            if not others:
+                return x_TD
             step = Step(plan, self._backend, self._rows(batch.slots_T, angles_TR))
-            for layer, go_on in zip(stack.layers, others, strict=bool(others)):
+            for layer, go_on in zip(stack.layers, others, strict=True):
                 heads_THV = step.attend(layer.attention.layer, _query(q))
                 x_TD, *q = go_on(x_TD, heads_THV, batch.slots_T, angles_TR)
         return x_TD
