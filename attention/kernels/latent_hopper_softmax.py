@@ -1,8 +1,9 @@
 """The softmax of `latent_hopper`: which keys of a tile count, and what its weights refer to.
 
 Two things that are nearly always so are asked before the work is done that they spare: all keys of
-a tile count, and no row's largest score grew by so much that its sums had to be scaled. Each spares
-a prompt 4 to 6 % of the kernel's time (H200).
+a tile count, and no row's largest score grew by so much that its sums had to be scaled. Of 4096
+queries over 32768 keys the second spared 3 to 4 % of the kernel's time; leaving all masks out, 6 %
+(H200).
 """
 
 from typing import Any
