@@ -7,13 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .kernels.reference import BLOCK, FEWEST_KEYS
+from .kernels.reference import BLOCK, FEWEST_COLUMNS
 from .metadata import Part
 
 # So many tokens on consecutive pages are worth an operation of their own; fewer are copied.
 LONG_RUN = 128
 # No piece of a longer request is shorter, or a score would depend on where its pages lie.
-SHORTEST_PIECE = FEWEST_KEYS
+SHORTEST_PIECE = FEWEST_COLUMNS
 
 
 class RequestSlots:

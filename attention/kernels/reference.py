@@ -10,8 +10,8 @@ fill such places with rows that the request owns; the others never let them reac
 On a CPU `absorbed_query`, `latent_attention`, `unabsorb` and `index_scores` give a query the same
 bits in any company: alone or in a batch, decoded or in a prompt chunk, with more or fewer hidden
 keys behind those it sees. The BLAS computes rows four by four, and a rest of fewer in another
-order; so it does with fewer than 12 columns. Products are therefore filled up, to a
-multiple of ROWS and to FEWEST_KEYS (latents and values of a head are wider). What a query's keys
+order; so it does with fewer than 12 columns, and so does torch with few multiplications. Products
+are therefore filled up, to a multiple of ROWS and to `_fewest` columns. What a query's keys
 contribute is summed in blocks of BLOCK keys, and a hidden key contributes an exact 0.
 """
 
@@ -22,7 +22,9 @@ from torch import Tensor
 HIDDEN = float("-inf")
 BLOCK = 64
 ROWS = 4
-FEWEST_KEYS = 16
+FEWEST_COLUMNS = 16
+# A sum of many blocks takes ROWS rows of so many columns in one order, a rest in another.
+WHOLE_WIDTH = 16
 # Below so many multiplications torch takes a loop of its own instead of the BLAS.
 SMALL_PRODUCT = 400
 
@@ -51,12 +53,20 @@ def unabsorb(latent_THC: Tensor, w_uv_HVC: Tensor) -> Tensor:
 
 def _per_head(x_THD: Tensor, w_HDE: Tensor) -> Tensor:
     """Each head's rows times its own matrix, [H, T, E]."""
-    tokens = len(x_THD)
-    if tokens % ROWS == 0 or x_THD.device.type != "cpu":
+    if x_THD.device.type != "cpu":
         return torch.bmm(x_THD.transpose(0, 1), w_HDE)
-    # Copies of a row fill up as well as zeros, and take one operation on a CPU instead of four.
-    x_THD = torch.cat((x_THD, *[x_THD[:1]] * (-tokens % ROWS)))
-    return torch.bmm(x_THD.transpose(0, 1), w_HDE)[:, :tokens]
+    tokens, width = len(x_THD), w_HDE.shape[2]
+    if tokens % ROWS:
+        # Copies of a row fill up as well as zeros, and take one operation instead of four.
+        x_THD = torch.cat((x_THD, *[x_THD[:1]] * (-tokens % ROWS)))
+    if (missing := _fewest(x_THD.shape[2]) - width) > 0:
+        w_HDE = F.pad(w_HDE, (0, missing))
+    return torch.bmm(x_THD.transpose(0, 1), w_HDE)[:, :tokens, :width]
+
+
+def _fewest(terms: int) -> int:
+    """Columns from which on a product of ROWS rows, each a sum of so many terms, is the BLAS's."""
+    return max(FEWEST_COLUMNS, -(-SMALL_PRODUCT // (ROWS * terms)))
 
 
 def _filled(x_BQX: Tensor) -> Tensor:
@@ -98,6 +108,9 @@ def latent_attention(
 def _weighted_sums(weights_BQL: Tensor, values_BLC: Tensor) -> Tensor:
     """weights @ values, [B, Q, C], block by block of L; the blocks' results are summed in order."""
     batch, queries, length = weights_BQL.shape
+    if rest := values_BLC.shape[2] % WHOLE_WIDTH:
+        filled_BLC = F.pad(values_BLC, (0, WHOLE_WIDTH - rest))
+        return _weighted_sums(weights_BQL, filled_BLC)[..., : values_BLC.shape[2]]
     weights_BQL = _filled(weights_BQL)
     if length == BLOCK:
         return _unfilled(torch.bmm(weights_BQL, values_BLC), queries)
@@ -179,10 +192,12 @@ def index_scores(q_BQnD: Tensor, weights_BQn: Tensor, *keys: Tensor) -> Tensor:
     """
     batch, queries, heads, width = q_BQnD.shape
     q_BXD = q_BQnD.reshape(batch, queries * heads, width).float()
-    length = sum(keys_BLD.shape[1] for keys_BLD in keys)
-    fewest = max(FEWEST_KEYS, -(-SMALL_PRODUCT // (ROWS * heads)))
-    if length < fewest:
-        keys = (F.pad(torch.cat(keys, dim=1), (0, 0, 0, fewest - length)),)
+    lengths = [keys_BLD.shape[1] for keys_BLD in keys]
+    length = sum(lengths)
+    # The product with the keys is one for each piece, that with the weights of the heads is whole.
+    fewest = max(_fewest(heads), _fewest(width))
+    if length < fewest or min(lengths) < _fewest(width):
+        keys = (F.pad(torch.cat(keys, dim=1), (0, 0, 0, max(0, fewest - length))),)
     q_BXD = _filled(q_BXD)
     pieces = [torch.bmm(q_BXD, keys_BLD.float().transpose(1, 2)) for keys_BLD in keys]
     dots_BXL = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)

@@ -126,7 +126,9 @@ def test_norms(rng, width):
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize(("heads", "nope", "latent"), [(1, 16, 24), (3, 16, 32), (4, 64, 128)])
+@pytest.mark.parametrize(
+    ("heads", "nope", "latent"), [(1, 16, 24), (3, 16, 32), (4, 64, 128), (2, 2, 16), (3, 4, 8)]
+)
 def test_absorbing_and_values_out(rng, heads, nope, latent):
     w_uk = torch.randn(heads, nope, latent, generator=rng)
     x = torch.randn(70, heads, nope + latent, generator=rng)
@@ -135,7 +137,14 @@ def test_absorbing_and_values_out(rng, heads, nope, latent):
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize(("heads", "latent"), [(1, 24), (3, 32), (4, 128)])
+@pytest.mark.parametrize("value", [1, 2, 6])
+def test_narrow_values_out(rng, value):
+    w_uv = torch.randn(3, value, 32, generator=rng)
+    assert_own(lambda out: unabsorb(out, w_uv), torch.randn(70, 3, 32, generator=rng))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(("heads", "latent"), [(1, 22), (3, 4), (3, 32), (4, 128)])
 @pytest.mark.parametrize("seen", [1, 5, 63, 64, 65, 200, 700])
 def test_attention_in_any_tile(rng, heads, latent, seen):
     """With other tokens of the request, other requests, and more hidden keys behind its own."""
@@ -160,7 +169,7 @@ def test_attention_in_any_tile(rng, heads, latent, seen):
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize(("heads", "width"), [(1, 8), (3, 16), (4, 128), (64, 32)])
+@pytest.mark.parametrize(("heads", "width"), [(1, 8), (3, 16), (4, 128), (64, 32), (8, 2)])
 @pytest.mark.parametrize("length", [3, 17, 100, 300])
 def test_index_scores_in_any_tile(rng, heads, width, length):
     q = torch.randn(3, 6, heads, width, generator=rng)
