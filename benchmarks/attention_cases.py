@@ -14,6 +14,7 @@ from torch import Tensor
 
 from benchmarks.kernel_cases import Case, Entry, Section, closeness, floor_us, worst
 from benchmarks.peers import Peers
+from benchmarks.reading import reading
 from minidsa.attention.kernels.fp8_rows import Fp8LatentRows, new_fp8_latent_rows
 from minidsa.attention.kernels.launch import Tiling
 from minidsa.attention.kernels.mla_decode import DecodeParts, decode_tiling, mla_decode
@@ -244,7 +245,10 @@ def sparse_decode(peers: Peers, quick: bool) -> Iterator[Case]:
             peer = work.flash_decode() if is_fp8 and peers.has("flashmla") else None
             shape = f"{requests} x {heads} heads, {'fp8' if is_fp8 else 'bf16'} rows"
             others = [] if quick else tilings(heads, is_fp8)
-            yield Case("sparse decode", shape, work.floor(), list(work.entries(peer, others)))
+            entries = list(work.entries(peer, others))
+            if heads <= 32:
+                entries += reading(work.rows_SX, work.slots_TK.clamp(min=0))
+            yield Case("sparse decode", shape, work.floor(), entries)
 
 
 def sparse_prefill(peers: Peers, quick: bool) -> Iterator[Case]:
