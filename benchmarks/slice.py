@@ -36,13 +36,14 @@ from benchmarks.step_split import Split, split, trace
 from minidsa.attention.registry import choose
 from minidsa.configs.sampling import SamplingParams
 from minidsa.kv_cache.storage import CacheStorage
-from minidsa.model.captured_step import Run
+from minidsa.model.captured_step import Replayed, Run
 from minidsa.model.choosing import Choosing
 from minidsa.model.config import parse_config
 from minidsa.model.decode_graphs import CudaCapture, DecodeGraphs
 from minidsa.model.deepseek import DeepseekModel
 from minidsa.model.dummy_weights import random_model
 from minidsa.model.layer_graphs import LayerGraphs
+from minidsa.model.replayed_step import ReplayedStep
 from minidsa.model.runner import ModelRunner
 from minidsa.model.sequence import SampleInput, SequenceInput
 from minidsa.model.step_memory import LARGEST_CHUNK
@@ -166,12 +167,12 @@ class Slice:
         before, ends = None, []
         for chosen in given:
             inputs = [
-                SequenceInput(
-                    [0], length - 1, own, SampleInput(GREEDY, [1], [], None, 1), follows=i
-                )
+                SequenceInput([0], length - 1, own, SampleInput(GREEDY, [1], []), follows=i)
                 for i, own in enumerate(pages)
             ]
-            started = self.replaying.start(inputs, 0, chosen)
+            behind = ReplayedStep(self.model, inputs, Replayed(chosen.ids_N, chosen))
+            started = self.replaying.start(inputs, 0, behind)
+            started.choose([True] * len(pages))
             if before is not None:
                 before.outputs()
                 ends.append(time.perf_counter())

@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-import torch
 from torch import Tensor
 
-from .sequence import NON_FINITE, SequenceOutput
+from ..configs.logprobs import TokenLogprobs
+from .inputs import Arriving
+from .logprobs import Scores
+from .sampler import choose
+from .sequence import SampleInput
 
 
 @dataclass(frozen=True)
@@ -24,39 +27,32 @@ class Followed:
 
 @dataclass(frozen=True)
 class Choosing:
-    """See `sequence.Started`: one token a request, int64, -1 where a logit is not finite.
+    """One token a row, int64, -1 where a logit is not finite, and scores where they are asked for.
 
-    ids_N: on the device, until the next step is replayed. host_N: their copy, there once `arrived`.
+    ids_N: on the device, until the next step is replayed.
     """
 
     ids_N: Tensor
-    host_N: Tensor
-    arrived: torch.cuda.Event | None
-    leads: bool = True
+    host_N: Arriving
+    asked: Scores | None = None
 
     @classmethod
     def of(cls, ids_N: Tensor) -> Self:
         """Begin to copy them to the host, waiting for nothing."""
-        is_cuda = ids_N.is_cuda
-        host_N = torch.empty(len(ids_N), dtype=torch.int64, pin_memory=is_cuda)
-        host_N.copy_(ids_N, non_blocking=True)
-        arrived = torch.cuda.Event() if is_cuda else None
-        if arrived is not None:
-            arrived.record()
-        return cls(ids_N, host_N, arrived)
+        return cls(ids_N, Arriving(ids_N))
 
-    def rows(self, places: Sequence[int]) -> Followed:
-        """What the next step computes."""
-        return Followed(self.ids_N, places)
+    @classmethod
+    def among(cls, logits_NV: Tensor, rows: Sequence[SampleInput]) -> Self:
+        """Begin to choose the token of each row; logits_NV: fp32, the model's own."""
+        ids_N = choose(logits_NV, rows)
+        tops = {i: n for i, row in enumerate(rows) if (n := row.params.logprobs) is not None}
+        scores = Scores.of(logits_NV, ids_N, tops) if tops else None
+        return cls(ids_N, Arriving(ids_N), scores)
 
     def ids(self) -> list[int]:
         """Wait for this step alone, not for what was given to the device behind it."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return self.host_N.tolist()
+        return self.host_N.wait().tolist()
 
-    def outputs(self) -> list[SequenceOutput]:
-        return [
-            SequenceOutput([token]) if token >= 0 else SequenceOutput(error=NON_FINITE)
-            for token in self.ids()
-        ]
+    def scores(self) -> dict[int, TokenLogprobs]:
+        """Those of the rows that ask for them, by their places; waits as `ids` does."""
+        return {} if self.asked is None else self.asked.read()

@@ -49,5 +49,34 @@ def attention_batch(
 
 
 def to_tensor(values: Sequence, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Host integers on the device."""
-    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+    """Host numbers on the device."""
+    return to_device(torch.tensor(values, dtype=dtype), device)
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device, which the host does not wait for.
+
+    A GPU reads it from pinned memory, which torch uses again only when it was read.
+    """
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+
+
+class Arriving:
+    """A copy of a tensor on its way to the host, waited for by itself.
+
+    It goes to pinned memory of its own; what the device is given behind it holds up nobody.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        on_cuda = tensor.is_cuda
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_cuda)
+        self._host.copy_(tensor, non_blocking=True)
+        self._arrived = torch.cuda.Event() if on_cuda else None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def wait(self) -> Tensor:
+        """The copy, once it is there."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host

@@ -24,7 +24,7 @@ from .inputs import Span, attention_batch, to_tensor
 from .layer_graphs import LayerGraphs
 from .logprobs import score_tokens
 from .recorded_layers import RecordedLayers
-from .sampler import choose, sample
+from .replayed_step import ReplayedStep
 from .sequence import (
     NON_FINITE,
     PROMPT_ROWS_AT_ONCE,
@@ -36,8 +36,8 @@ from .sequence import (
     num_accepted,
 )
 
-# A request whose tokens are chosen, where they go, and the first of its rows among those chosen.
-Chosen = tuple[SequenceInput, SequenceOutput, int]
+# A request that is sampled, where its tokens go, and the first of its rows among those sampled.
+Sampled = tuple[SequenceInput, SequenceOutput, int]
 
 
 class ModelRunner:
@@ -89,14 +89,14 @@ class ModelRunner:
     ) -> Started:
         """Give one step to the device; `sequences` holds the extends first, then the decodes.
 
-        behind: the step before, which led: the sequences follow it. A replayed step whose tokens
-        depend on nothing that the host has to add leads; every other one is computed at once.
-        Raises ValueError for a rule of attention where the backend knows none, and for a step that
-        is not replayed, though it is to follow one.
+        behind: the step before, which led and is being chosen: the sequences follow it. A replayed
+        step of decodes leads, without a drafter; every other one is computed at once. Raises
+        ValueError for a rule of attention where the backend knows none, and for a step that is not
+        replayed, though it is to follow one.
         """
-        is_bare = not num_extends and all(s.is_bare_decode for s in sequences)
-        if is_bare and self.drafter is None and isinstance(behind, Choosing | None):
-            started = self._choose(sequences, behind)
+        is_plain = not num_extends and all(s.is_decode for s in sequences)
+        if is_plain and self.drafter is None and isinstance(behind, ReplayedStep | None):
+            started = self._replay(sequences, behind)
             if started is not None:
                 return started
         if behind is not None:
@@ -104,27 +104,22 @@ class ModelRunner:
         return Computed(self.run(sequences, num_extends))
 
     @torch.inference_mode()
-    def _choose(
-        self, sequences: Sequence[SequenceInput], behind: Choosing | None
-    ) -> Choosing | None:
-        """Replay decodes and choose their tokens on the device; None where nothing is replayed."""
+    def _replay(
+        self, sequences: Sequence[SequenceInput], behind: ReplayedStep | None
+    ) -> ReplayedStep | None:
+        """Give the layers of decodes to the device; None where nothing is replayed."""
         if self.graphs is None:
             return None
         spans = [Span(s.context_len, 1, s.pages) for s in sequences]
         if behind is None:
             ids = [token for s in sequences for token in s.token_ids]
         else:
-            ids = behind.rows([s.follows for s in sequences if s.follows is not None])
-        rows = [s.sample for s in sequences if s.sample is not None]
-        replayed = self.graphs.forward(ids, spans, greedy=all(row.is_greedy for row in rows))
+            ids = behind.followed([s.follows for s in sequences if s.follows is not None])
+        replayed = self.graphs.forward(ids, spans, greedy=_are_greedy(sequences))
         if replayed is None:
             return None
         self._count(spans, 0)
-        if replayed.chosen is not None:
-            return replayed.chosen
-        logits_NV = self.model.logits(replayed.hidden_TD)
-        finite_N = logits_NV.sum(dim=-1).isfinite()
-        return Choosing.of(choose(logits_NV, rows).masked_fill_(~finite_N, -1))
+        return ReplayedStep(self.model, sequences, replayed)
 
     def run(self, sequences: Sequence[SequenceInput], num_extends: int) -> list[SequenceOutput]:
         """Compute one step and wait for it; see `start`."""
@@ -155,7 +150,7 @@ class ModelRunner:
         self._count(spans, num_extends)
         replayed = plan = None
         if self.graphs is not None and not num_extends:
-            greedy = all(s.sample is not None and s.sample.is_greedy for s in sequences)
+            greedy = _are_greedy(sequences)
             replayed = self.graphs.forward(token_ids, spans, greedy=greedy)
         if replayed is None:
             plan = self._plan(spans, num_extends)
@@ -202,48 +197,28 @@ class ModelRunner:
     ) -> None:
         """Sample behind the last known token and behind each draft, and keep what agrees."""
         rows: list[int] = []
-        chosen: list[Chosen] = []
+        sampled: list[Sampled] = []
         for sequence, end, output in zip(sequences, ends, outputs, strict=True):
             if sequence.sample is None:
                 continue
-            chosen.append((sequence, output, len(rows)))
             drafts = sequence.draft_ids
+            sampled.append((sequence, output, len(rows)))
             rows.extend(range(end - len(drafts) - 1, end))
-        if not chosen:
+        if not rows:
             return
-        if replayed.chosen is not None:
-            greedy_ids = replayed.chosen.ids()
-            logits_NV, tokens = None, [greedy_ids[row] for row in rows]
-            finite = [token >= 0 for token in tokens]
-        else:
-            logits_NV = self.model.logits(replayed.hidden_TD[to_tensor(rows, self.device)])
-            tokens = sample(logits_NV, _sample_inputs(chosen))
-            # A sum is finite only if every term is: one small reduction guards every row.
-            finite = [math.isfinite(total) for total in logits_NV.sum(dim=-1).tolist()]
-        for sequence, output, first in chosen:
+        chosen = replayed.chosen
+        if chosen is None:
+            hidden_ND = replayed.hidden_TD[to_tensor(rows, self.device)]
+            chosen = Choosing.among(self.model.logits(hidden_ND), _sample_inputs(sampled))
+        # A replay that ends with a choice makes it in all rows, each of which is sampled.
+        tokens, scores = chosen.ids(), chosen.scores()
+        for sequence, output, first in sampled:
             stop = first + 1 + num_accepted(sequence.draft_ids, tokens[first:])
-            if not all(finite[first:stop]):
-                stop = finite.index(False, first)
+            if -1 in tokens[first:stop]:
+                stop = tokens.index(-1, first)
             output.token_ids = tokens[first:stop]
+            output.logprobs = [scores[row] for row in range(first, stop) if row in scores]
             output.error = NON_FINITE if stop == first else None
-        if logits_NV is not None:
-            self._score(logits_NV, chosen)
-
-    def _score(self, logits_NV: Tensor, chosen: Sequence[Chosen]) -> None:
-        """Logprobs of the tokens that were kept, where they are asked for."""
-        wanted = [
-            (first + i, token, sequence.sample.params.logprobs, output)
-            for sequence, output, first in chosen
-            if sequence.sample is not None and sequence.sample.params.logprobs is not None
-            for i, token in enumerate(output.token_ids)
-        ]
-        if not wanted:
-            return
-        rows = [row for row, *_ in wanted]
-        most = max(num_top for *_, num_top, _ in wanted if num_top is not None)
-        scores = score_tokens(logits_NV[rows], [token for _, token, *_ in wanted], most)
-        for (*_, num_top, output), score in zip(wanted, scores, strict=True):
-            output.logprobs.append(_trim(score, num_top or 0))
 
     def _prompt_scores(
         self, hidden_TD: Tensor, start: int, sequence: SequenceInput
@@ -257,17 +232,15 @@ class ModelRunner:
         return scores
 
 
-def _sample_inputs(chosen: Sequence[Chosen]) -> list[SampleInput]:
+def _are_greedy(sequences: Sequence[SequenceInput]) -> bool:
+    return all(s.sample is not None and s.sample.is_greedy for s in sequences)
+
+
+def _sample_inputs(sampled: Sequence[Sampled]) -> list[SampleInput]:
     """What each row is sampled with: the last known token's, and those behind the drafts."""
     return [
         sequence.sample.after(sequence.draft_ids[:i])
-        for sequence, _, _ in chosen
+        for sequence, _, _ in sampled
         if sequence.sample is not None
         for i in range(len(sequence.draft_ids) + 1)
     ]
-
-
-def _trim(score: TokenLogprobs, num_top: int) -> TokenLogprobs:
-    return TokenLogprobs(
-        score.logprob, score.rank, score.top_ids[:num_top], score.top_logprobs[:num_top]
-    )

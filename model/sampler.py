@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from ..configs.sampling import SamplingParams, mix64
+from .adjusting import adjust
+from .inputs import to_tensor
 from .sequence import SampleInput
 
 
@@ -22,21 +24,27 @@ def uniform(seed: int, position: int) -> float:
 
 
 def sample(logits_NV: Tensor, inputs: Sequence[SampleInput]) -> list[int]:
-    """The next token of each row; logits_NV is fp32 [N, vocabulary] and stays unchanged."""
+    """The next token of each row, -1 where one of its logits is not finite.
+
+    logits_NV is fp32 [N, vocabulary] and stays unchanged.
+    """
     return choose(logits_NV, inputs).tolist()
 
 
 def choose(logits_NV: Tensor, inputs: Sequence[SampleInput]) -> Tensor:
-    """The same, int64 [N] on the device. The host waits for nothing if all rows are bare."""
-    adjusted_NV = _adjust(logits_NV, inputs)
+    """The same, int64 [N] on the device; the host waits for nothing."""
+    # A sum is finite only if every term is: one small reduction guards every row.
+    finite_N = logits_NV.sum(dim=-1).isfinite()
+    adjusted_NV = adjust(logits_NV, inputs)
     drawn = [i for i, row in enumerate(inputs) if row.params.temperature > 0]
     if len(drawn) == len(inputs):
-        return _draw(adjusted_NV, inputs)
-    tokens_N = adjusted_NV.argmax(dim=-1)
-    if drawn:
-        drawn_N = torch.tensor(drawn).to(logits_NV.device, non_blocking=True)
-        tokens_N[drawn_N] = _draw(adjusted_NV[drawn_N], [inputs[i] for i in drawn])
-    return tokens_N
+        tokens_N = _draw(adjusted_NV, inputs)
+    else:
+        tokens_N = adjusted_NV.argmax(dim=-1)
+        if drawn:
+            drawn_N = to_tensor(drawn, logits_NV.device)
+            tokens_N[drawn_N] = _draw(adjusted_NV[drawn_N], [inputs[i] for i in drawn])
+    return tokens_N.masked_fill_(~finite_N, -1)
 
 
 def _draw(logits_NV: Tensor, inputs: Sequence[SampleInput]) -> Tensor:
@@ -77,54 +85,4 @@ def _kept(logits_NV: Tensor, probs_NV: Tensor, params: Sequence[SamplingParams])
 
 
 def _column(values: Sequence[float], like_NV: Tensor) -> Tensor:
-    values_N = torch.tensor(values, dtype=torch.float64)
-    return values_N.to(like_NV.device, non_blocking=True).unsqueeze(1)
-
-
-def _adjust(logits_NV: Tensor, inputs: Sequence[SampleInput]) -> Tensor:
-    """Apply penalties, bias, minimum length, grammar and thinking budget where they are asked."""
-    adjusted_NV = logits_NV
-    for i, row in enumerate(inputs):
-        if row.is_plain:
-            continue
-        if adjusted_NV is logits_NV:
-            adjusted_NV = logits_NV.clone()
-        _adjust_row(adjusted_NV[i], row)
-    return adjusted_NV
-
-
-def _adjust_row(logits_V: Tensor, row: SampleInput) -> None:
-    p, device, vocab = row.params, logits_V.device, logits_V.shape[0]
-    if p.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted({*row.prompt_ids, *row.output_ids}), device=device)
-        seen_logits = logits_V[seen]
-        factor = torch.where(seen_logits > 0, 1 / p.repetition_penalty, p.repetition_penalty)
-        logits_V[seen] = seen_logits * factor
-    if (p.presence_penalty or p.frequency_penalty) and row.output_ids:
-        outputs = torch.tensor(row.output_ids, device=device)
-        counts_V = torch.bincount(outputs, minlength=vocab)
-        logits_V -= p.frequency_penalty * counts_V + p.presence_penalty * (counts_V > 0)
-    if p.logit_bias:
-        ids = torch.tensor(list(p.logit_bias), device=device)
-        logits_V[ids] += torch.tensor(list(p.logit_bias.values()), device=device)
-    if row.constraint is not None:
-        # Last, so that no bias revives an id; stop ids before the minimum are its business too.
-        logits_V.masked_fill_(~_allowed(row.constraint.mask(), logits_V), float("-inf"))
-    elif len(row.output_ids) < p.min_tokens and p.stop_token_ids:
-        logits_V[torch.tensor(p.stop_token_ids, device=device)] = float("-inf")
-    forced = row.forced_token
-    # A grammar lets thoughts end between characters only.
-    if forced is not None and (row.constraint is None or logits_V[forced] > float("-inf")):
-        logits_V.fill_(float("-inf"))
-        logits_V[forced] = 0.0
-
-
-def _allowed(mask: bytes, like_V: Tensor) -> Tensor:
-    """The mask as a bool tensor; ids that it does not reach are not allowed."""
-    vocab, device = like_V.shape[0], like_V.device
-    packed = torch.frombuffer(bytearray(mask), dtype=torch.uint8).to(device)
-    bits = packed.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=device) & 1
-    allowed_V = torch.zeros(vocab, dtype=torch.bool, device=device)
-    flat = bits.flatten()[:vocab].bool()
-    allowed_V[: flat.shape[0]] = flat
-    return allowed_V
+    return to_tensor(values, like_NV.device, torch.float64).unsqueeze(1)

@@ -31,20 +31,19 @@ class Constraint(Protocol):
 class SampleInput:
     """What the sampler knows of a request: its settings and the tokens so far.
 
-    constraint: asked once the model's work was given to the device, so that both run at once.
-    num_unknown: outputs behind output_ids that only the device knows yet.
+    output_ids and constraint are the request's own and go on with it: they are read when the token
+    is chosen, which a step that was started ahead does later.
     """
 
     params: SamplingParams
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
     constraint: Constraint | None = None
-    num_unknown: int = 0
 
     @property
     def position(self) -> int:
         """Position of the token about to be chosen."""
-        return len(self.prompt_ids) + len(self.output_ids) + self.num_unknown
+        return len(self.prompt_ids) + len(self.output_ids)
 
     def after(self, draft_ids: Sequence[int]) -> "SampleInput":
         """The same request had these tokens been chosen: what its later rows are sampled with."""
@@ -62,19 +61,14 @@ class SampleInput:
         return not (penalised or p.logit_bias or len(self.output_ids) < p.min_tokens or ruled)
 
     @property
-    def is_bare(self) -> bool:
-        """Whether a token is all that is asked for, and which tokens went before never matters."""
-        return (
-            self.params.logprobs is None and self.params.thinking_budget is None and self.is_plain
-        )
-
-    @property
     def is_greedy(self) -> bool:
-        """Whether this row, and any behind drafts, takes the token that the head finds likeliest.
+        """Whether this row, and any behind it, takes the token that the head finds likeliest.
 
         Nothing but that token is asked for, so nobody needs the logits.
         """
-        return self.params.temperature == 0 and self.is_bare
+        p = self.params
+        is_alone = p.logprobs is None and p.thinking_budget is None
+        return p.temperature == 0 and is_alone and self.is_plain
 
     @property
     def forced_token(self) -> int | None:
@@ -115,11 +109,10 @@ class SequenceInput:
     follows: int | None = None
 
     @property
-    def is_bare_decode(self) -> bool:
-        """Whether a token behind one token is all that is asked for, and the host adds nothing."""
-        is_one = len(self.token_ids) == 1 and not self.num_to_draft
-        is_alone = self.attention is None and self.num_prompt_logprobs is None
-        return is_one and is_alone and self.sample is not None and self.sample.is_bare
+    def is_decode(self) -> bool:
+        """Whether a token behind one is all it asks for, under the model's own attention."""
+        is_one = len(self.token_ids) == 1 and self.sample is not None and not self.num_to_draft
+        return is_one and self.attention is None and self.num_prompt_logprobs is None
 
     @property
     def draft_ids(self) -> Sequence[int]:
@@ -143,13 +136,22 @@ class SequenceOutput:
 
 
 class Started(Protocol):
-    """A step that was given to the device.
+    """A step whose layers were given to the device; `choose`, then `outputs`.
 
-    leads: whether the next step may be started before the tokens of this one are known.
+    leads: whether the next step may be started once this one's tokens are being chosen, before they
+        are known.
     """
 
     @property
     def leads(self) -> bool: ...
+
+    def choose(self, wanted: Sequence[bool]) -> None:
+        """Give the choice of its tokens to the device, waiting for nothing.
+
+        All tokens before them are known now. wanted: of each sequence, whether its request still
+        goes on; nothing is asked about one that does not.
+        """
+        ...
 
     def outputs(self) -> Sequence[SequenceOutput]:
         """One for each sequence, in their order; waits for the device."""
@@ -162,6 +164,9 @@ class Computed:
 
     results: Sequence[SequenceOutput]
     leads: bool = False
+
+    def choose(self, wanted: Sequence[bool]) -> None:
+        """Its tokens are there already."""
 
     def outputs(self) -> Sequence[SequenceOutput]:
         return self.results

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from ..model.sequence import SampleInput, SequenceInput, SequenceOutput, Started
 from .batch import Step, Work
+from .request import State
 
 
 class Runner(Protocol):
@@ -13,15 +14,19 @@ class Runner(Protocol):
     def start(
         self, sequences: Sequence[SequenceInput], num_extends: int, behind: Started | None = None
     ) -> Started:
-        """Give a step to the device; behind: the one before, which leads and is followed."""
+        """Give the layers of a step to the device; behind: the one before, which leads."""
         ...
 
 
 def start(runner: Runner, step: Step, behind: Started | None = None) -> Started:
     """Start a step. behind: the one before, where the tokens of `step` are not known yet."""
-    is_ahead = behind is not None
-    sequences = [_sequence(work, is_ahead) for work in step.work]
+    sequences = [_sequence(work, behind is not None) for work in step.work]
     return runner.start(sequences, step.num_extends, behind)
+
+
+def choose(started: Started, step: Step) -> None:
+    """Have the tokens of a step chosen; all before them must be booked."""
+    started.choose([work.request.state is State.RUNNING for work in step.work])
 
 
 def finish(started: Started, step: Step) -> Sequence[SequenceOutput]:
@@ -34,7 +39,9 @@ def finish(started: Started, step: Step) -> Sequence[SequenceOutput]:
 
 def launch(runner: Runner, step: Step) -> Sequence[SequenceOutput]:
     """Compute one step; returns one output for each of its works, in their order."""
-    return finish(start(runner, step), step)
+    started = start(runner, step)
+    choose(started, step)
+    return finish(started, step)
 
 
 def _sequence(work: Work, is_ahead: bool) -> SequenceInput:
@@ -42,9 +49,7 @@ def _sequence(work: Work, is_ahead: bool) -> SequenceInput:
     first, num_known = work.start, work.num_tokens - len(work.draft_ids)
     sample = None
     if work.samples:
-        sample = SampleInput(
-            params, request.prompt_ids, request.output_ids, request.matcher, int(is_ahead)
-        )
+        sample = SampleInput(params, request.prompt_ids, request.output_ids, request.matcher)
     return SequenceInput(
         token_ids=(
             [0] if is_ahead else [*request.tokens(first, first + num_known), *work.draft_ids]

@@ -1,22 +1,25 @@
 """Steps one after the other, each handed to the device before the one in front of it is booked.
 
-A decode's token need not be on the host for the next step to be formed: it is on the device, where
-the next step reads it. So wherever the runner says that a step leads, and the scheduler finds
-nothing to decide, the step behind it is started first, and tokens are waited for, booked and sent
-while the device works. Everything else is one step at a time, and so is every step of a runner that
-never leads.
+A decode's token need not be on the host for the layers of the next step to be formed: it is on the
+device, where the next step reads it. Only what is chosen from them depends on more (penalties,
+grammars, budgets), so a step has two halves: its layers are started, and its tokens are chosen once
+all before them are booked. Wherever the runner says that a step leads, and the scheduler finds
+nothing to decide, the layers of the step behind it are started as soon as its tokens are being
+chosen; they are waited for, booked and sent while the device works, and so are the masks of the
+next made. Everything else is one step at a time, and so is every step of a runner that never leads.
 
-A request that turns out to have ended has a row computed too many, in a page that was its own: the
-result is dropped, and whoever gets the page writes to it later, in the device's order as well.
+A request that turns out to have ended has a row computed too many, in a page that was its own:
+nothing is chosen in it that anybody takes, and whoever gets the page writes to it later, in the
+device's order as well.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..model.sequence import SequenceOutput, Started
 from .batch import NOTHING, Step
-from .launch import Runner, finish, start
+from .launch import Runner, choose, finish, start
 from .messages import RequestOutput
 from .scheduler import Scheduler
 
@@ -38,6 +41,16 @@ class Flight:
         if isinstance(self.started, Exception) or not self.started.leads:
             return None
         return self.started
+
+    def chosen(self) -> "Flight":
+        """The same with its tokens being chosen, or what came of that attempt."""
+        if isinstance(self.started, Exception):
+            return self
+        try:
+            choose(self.started, self.step)
+        except Exception as error:
+            return replace(self, started=error)
+        return self
 
     def results(self) -> Sequence[SequenceOutput]:
         """Wait; raises what the computation raised."""
@@ -67,6 +80,7 @@ class Pipeline:
         self._ahead = None
         if flight is None:
             return NOTHING, []
+        flight = flight.chosen()
         if (leader := flight.leader) is not None:
             self._ahead = self._start(self._scheduler.schedule_behind(flight.step), leader)
         return flight.step, self._book(flight)

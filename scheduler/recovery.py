@@ -46,7 +46,9 @@ def recover(runner: Runner, step: Step, restart: Callable[[], None]) -> list[Seq
 def _probe(runner: Runner) -> None:
     """Compute one token from nothing; its rows go to page 0, where padding writes."""
     sample = SampleInput(SamplingParams(max_tokens=1, seed=0, temperature=0.0), [0], [])
-    runner.start([SequenceInput([0], context_len=0, pages=[0], sample=sample)], 1).outputs()
+    started = runner.start([SequenceInput([0], context_len=0, pages=[0], sample=sample)], 1)
+    started.choose([True])
+    started.outputs()
 
 
 def _by_halves(runner: Runner, step: Step, restart: Callable[[], None]) -> list[SequenceOutput]:

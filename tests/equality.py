@@ -95,7 +95,7 @@ class Sweep:
         self.met["cached tokens"] += stats.num_prefix_hits
         self.met["pages from the host"] += stats.num_host_loads
         self.met["preemptions"] += stats.num_preemptions
-        self.met["steps ahead"] += driver.leading.num_ahead
+        self.met["steps ahead"] += driver.num_ahead
         return None
 
     def _compare(self, numbers: Sequence[int], found: Answers) -> str | None:

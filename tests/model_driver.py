@@ -27,7 +27,7 @@ from minidsa.scheduler.grammar import GrammarCompiler
 from minidsa.scheduler.messages import RequestOutput, Submit, TokenLogprobs
 from minidsa.scheduler.pipeline import Pipeline
 from minidsa.scheduler.speculative import Speculation, new_speculation
-from runners import Leading
+from replays import Replays
 from scheduler_fakes import PreemptingScheduler
 from stepper import new_storage
 
@@ -99,7 +99,10 @@ class ModelDriver:
         )
         backend = choice.build(storage, config.indexer.topk if config.indexer else None)
         recorded = RecordedLayers(model, backend, storage) if settings.recorded else None
-        self.runner = ModelRunner(model, backend, storage, recorded=recorded)
+        # Guesses have no place in steps that are started ahead.
+        leads = settings.leads and settings.drafter != "mtp"
+        self.replays = Replays(model, backend, storage, recorded) if leads else None
+        self.runner = ModelRunner(model, backend, storage, self.replays, recorded=recorded)
         tier = None
         if settings.host_pages:
             page_bytes = sum(plane.nbytes for plane in storage.planes()) // (settings.pages + 1)
@@ -116,13 +119,17 @@ class ModelDriver:
             limits, cache, settings.max_model_len, config.vocab_size, speculation, grammars
         )
         self.scheduler.every = settings.preempt_every
-        self.leading = Leading(self.runner, settings.leads)
+
+    @property
+    def num_ahead(self) -> int:
+        """Steps that were started before the tokens in front of them were waited for."""
+        return 0 if self.replays is None else self.replays.num_ahead
 
     def run(self, submits: Sequence[Submit], arrive: Mapping[int, int] | None = None) -> "Answers":
         """Serve all requests; arrive: the step at which request i comes, 0 if not given."""
         answers = Answers()
         waiting = sorted(enumerate(submits), key=lambda item: (arrive or {}).get(item[0], 0))
-        steps, pipeline = 0, Pipeline(self.leading, self.scheduler)
+        steps, pipeline = 0, Pipeline(self.runner, self.scheduler)
         while waiting or self.scheduler.has_work:
             while waiting and (arrive or {}).get(waiting[0][0], 0) <= steps:
                 self.scheduler.add(waiting.pop(0)[1])

@@ -4,13 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from minidsa.model.sequence import (
-    Computed,
-    SampleInput,
-    SequenceInput,
-    SequenceOutput,
-    Started,
-)
+from minidsa.model.sequence import Computed, SequenceInput, SequenceOutput, Started
 
 
 class AtOnce:
@@ -34,7 +28,7 @@ class Computes(Protocol):
 
 @dataclass
 class Leading:
-    """Lets every step of bare decodes lead, as replayed steps do on a GPU.
+    """Lets every step of plain decodes lead, as replayed steps do on a GPU.
 
     A step is computed when it is started, and its outputs are handed out when they are asked for.
     What follows is told by its place alone, here as on the device. is_on: False lets none lead.
@@ -53,19 +47,21 @@ class Leading:
             sequences = [following(sequence, behind) for sequence in sequences]
         outputs = self.runner.run(sequences, num_extends)
         decodes = (
-            self.is_on
-            and not num_extends
-            and all(sequence.is_bare_decode for sequence in sequences)
+            self.is_on and not num_extends and all(sequence.is_decode for sequence in sequences)
         )
         return Computed(outputs, leads=decodes)
 
 
 def following(sequence: SequenceInput, behind: Started) -> SequenceInput:
     """The same with its token; one that does not exist is 0."""
+    sequence = with_token(sequence, behind)
+    assert sequence.sample is not None
+    return replace(sequence, sample=sequence.sample.after(sequence.token_ids))
+
+
+def with_token(sequence: SequenceInput, behind: Started) -> SequenceInput:
+    """The same with its token, sampled with what is known by then."""
     assert sequence.follows is not None and list(sequence.token_ids) == [0]
     assert not sequence.num_drafts and not sequence.following_ids
-    sample = sequence.sample
-    assert sample is not None and sample.num_unknown == 1
     ids = behind.outputs()[sequence.follows].token_ids or [0]
-    known = SampleInput(sample.params, sample.prompt_ids, [*sample.output_ids, *ids])
-    return replace(sequence, token_ids=ids, sample=known, follows=None)
+    return replace(sequence, token_ids=ids, follows=None)

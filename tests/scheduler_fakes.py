@@ -21,6 +21,7 @@ from minidsa.kv_cache.cache import KvCache
 from minidsa.kv_cache.pool import PagePool
 from minidsa.model.sequence import NON_FINITE, SequenceInput, SequenceOutput, num_accepted
 from minidsa.scheduler.batch import Step
+from minidsa.scheduler.grammar import GrammarCompiler
 from minidsa.scheduler.messages import Handling, RequestOutput, Submit
 from minidsa.scheduler.pipeline import Pipeline
 from minidsa.scheduler.scheduler import Scheduler
@@ -135,17 +136,22 @@ class FakeRunner(AtOnce):
         assert page > 0 or sequence.pages == [0], "page 0 belongs to nobody but a probe"
         return page * self.page_size + position % self.page_size
 
-    def _output(self, sequence: SequenceInput) -> SequenceOutput:
+    def _seen(self, sequence: SequenceInput) -> list[int]:
+        """The tokens up to the end of this part, as its pages have them."""
         stop = sequence.context_len + len(sequence.token_ids)
         seen = [self.slots[self._slot(sequence, i)] for i in range(stop)]
         assert POISON not in seen, "a row was read that nobody wrote"
+        return seen
+
+    def _output(self, sequence: SequenceInput) -> SequenceOutput:
+        seen = self._seen(sequence)
         output = SequenceOutput()
         if (tops := sequence.num_prompt_logprobs) is not None:
             output.prompt_logprobs = [score(token, tops) for token in sequence.following_ids]
         if sequence.sample is None:
             return output
-        known = stop - sequence.num_drafts
-        rows = [seen[:length] for length in range(known, stop + 1)]
+        known = len(seen) - sequence.num_drafts
+        rows = [seen[:length] for length in range(known, len(seen) + 1)]
         sampled = [next_token(row) for row in rows if self.plan.poison_token not in row]
         if not sampled:
             return SequenceOutput(error=NON_FINITE)
@@ -301,6 +307,7 @@ class Driver:
         speculation: Speculation | None = None,
         reuse: bool = True,
         leads: bool = False,
+        grammars: GrammarCompiler | None = None,
         clock: Callable[[], float] = time.monotonic,
         **scheduling: Any,
     ) -> None:
@@ -309,7 +316,7 @@ class Driver:
         )
         self.runner: Any = runner or FakeRunner(pages, page_size, plan, reuse)
         self.scheduler = PreemptingScheduler(
-            config, cache or self.runner.cache(), max_model_len, VOCAB, speculation, clock=clock
+            config, cache or self.runner.cache(), max_model_len, VOCAB, speculation, grammars, clock
         )
         self.scheduler.every = preempt_every
         self.scheduler.watch = self._check_step

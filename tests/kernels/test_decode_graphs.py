@@ -7,11 +7,13 @@ tensors, which shows whether everything that changes between steps is written in
 import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from checkpoints import T_CPU, new_folder, tensors_of
+from grammar_bed import params, small_compiler
 from kernel_bed import DEVICE, HAS_GPU, run_again
 from minidsa.attention.dense.torch_ref import TorchDenseBackend
 from minidsa.attention.dense.triton import TritonDenseBackend
@@ -29,12 +31,13 @@ from minidsa.model.runner import ModelRunner
 from minidsa.model.sequence import (
     NON_FINITE,
     Computed,
+    Constraint,
     SampleInput,
     SequenceInput,
     SequenceOutput,
-    Started,
 )
 from minidsa.model.step_memory import LARGEST_REPLAYED
+from minidsa.scheduler.grammar import Matcher
 from stepper import new_storage
 
 # What is served over kernels; torch's grouped products of fp32 wait for the host.
@@ -184,78 +187,146 @@ def test_a_runner_says_the_same_tokens_with_graphs(temperature):
     assert {shape.work for shape in bed.graphs.shapes} == {work}
 
 
-def speak_ahead(bed: Bed, runner: ModelRunner, params: Sequence[SamplingParams]) -> list[list[int]]:
-    """Three tokens of every request but the first, which leaves after two; each step is started
-    before the tokens of the step in front of it are asked for."""
-    said: list[list[int]] = [[] for _ in bed.pages]
-    steps = [list(range(len(said)))] * 2 + [list(range(1, len(said)))]
-    under_way = None
+def rows_of(asked: Sequence[dict[str, Any]], grammar: str | None = None) -> list[SampleInput]:
+    """A request of each kind; the last of them under the grammar, if there is one."""
+    rows = [SampleInput(params(max_tokens=9, seed=3, **fields), [1, 7, 1], []) for fields in asked]
+    if grammar is not None:
+        rows[-1].constraint = small_compiler().compile(grammar, rows[-1].params)
+    return rows
+
+
+def take(rows: Sequence[SampleInput], outputs: Sequence[SequenceOutput]) -> None:
+    """Book what was chosen."""
+    for row, output in zip(rows, outputs, strict=True):
+        assert output.error is None and isinstance(row.output_ids, list)
+        row.output_ids += output.token_ids
+        if isinstance(row.constraint, Matcher):
+            row.constraint.accept(output.token_ids)
+
+
+def speak_ahead(
+    bed: Bed, runner: ModelRunner, rows: Sequence[SampleInput]
+) -> list[list[SequenceOutput]]:
+    """Three steps of every request but the first, which leaves after two; the layers of each step
+    are started before the tokens of the step in front of it are asked for."""
+    steps = [list(range(len(rows)))] * 2 + [list(range(1, len(rows)))]
+    said: list[list[SequenceOutput]] = []
+    under_way, before = None, []
     for i, requests in enumerate(steps):
         inputs = [
             SequenceInput(
                 [5 + r] if under_way is None else [0],
                 bed.lengths[r] + i,
                 bed.pages[r],
-                SampleInput(params[r], [1], said[r], num_unknown=i - len(said[r])),
-                follows=None if under_way is None else steps[i - 1].index(r),
+                rows[r],
+                follows=None if under_way is None else before.index(r),
             )
             for r in requests
         ]
         started = runner.start(inputs, 0, under_way)
         assert started.leads
-        take(said, steps[i - 1], under_way)
-        under_way = started
-    take(said, steps[-1], under_way)
-    return said
-
-
-def take(said: list[list[int]], requests: Sequence[int], started: Started | None) -> None:
-    for request, output in zip(requests, started.outputs() if started else (), strict=False):
-        said[request] += output.token_ids
-
-
-@pytest.mark.parametrize("temperatures", [(0.0, 0.0), (0.8, 0.8), (0.0, 0.8)])
-def test_a_step_started_ahead_says_the_same_tokens(temperatures):
-    bed = Bed([4, 18])
-    params = [SamplingParams(max_tokens=9, seed=3, temperature=t) for t in temperatures]
-    eager, replaying = runners_of(bed)
-    expected = [
-        [output.token_ids[0] for output in outputs] for outputs in steps_of(bed, eager, params)
-    ]
-    assert speak_ahead(bed, replaying, params) == [
-        [step[0] for step in expected[:2]],
-        [step[1] for step in expected],
-    ]
+        if under_way is not None:
+            said.append(list(under_way.outputs()))
+            take([rows[r] for r in before], said[-1])
+        started.choose([True] * len(requests))
+        under_way, before = started, requests
+    assert under_way is not None
+    return [*said, list(under_way.outputs())]
 
 
 def steps_of(
-    bed: Bed, runner: ModelRunner, params: Sequence[SamplingParams]
+    bed: Bed, runner: ModelRunner, rows: Sequence[SampleInput]
 ) -> list[list[SequenceOutput]]:
     """Three steps of all requests, one after the other."""
-    said, steps = [[5 + r] for r in range(len(bed.pages))], []
+    steps = []
     for i in range(3):
         inputs = [
-            SequenceInput(
-                said[r][-1:], bed.lengths[r] + i, bed.pages[r], SampleInput(p, [1], said[r][1:])
-            )
-            for r, p in enumerate(params)
+            SequenceInput([[5 + r, *row.output_ids][-1]], bed.lengths[r] + i, bed.pages[r], row)
+            for r, row in enumerate(rows)
         ]
         steps.append(runner.run(inputs, 0))
-        for tokens, output in zip(said, steps[-1], strict=True):
-            tokens += output.token_ids
+        take(rows, steps[-1])
     return steps
+
+
+ASKED: dict[str, list[dict[str, Any]]] = {
+    "greedy": [{"temperature": 0.0}] * 2,
+    "drawn": [{"temperature": 0.8}] * 2,
+    "greedy and drawn": [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}],
+    "ruled": [
+        {"temperature": 0.0, "logprobs": 2, "logit_bias": {9: 1.0}, "frequency_penalty": 1.0},
+        {"temperature": 0.8, "repetition_penalty": 1.5, "min_tokens": 2, "stop_token_ids": [4, 9]},
+        {"temperature": 0.0, "logprobs": 0, "thinking_budget": 1, "end_think_id": 30},
+        {"temperature": 0.7},
+    ],
+}
+GRAMMAR = "start: /[a-z]{2,9}/"
+
+
+@pytest.mark.parametrize("kind", ASKED)
+def test_a_step_started_ahead_says_the_same(kind):
+    asked = ASKED[kind]
+    grammar = GRAMMAR if kind == "ruled" else None
+    bed = Bed([4, 18, 6, 9][: len(asked)])
+    eager, replaying = runners_of(bed)
+    expected = steps_of(bed, eager, rows_of(asked, grammar))
+    found = speak_ahead(bed, replaying, rows_of(asked, grammar))
+    for own, others in zip(found, [*expected[:2], expected[2][1:]], strict=True):
+        for output, other in zip(own, others, strict=True):
+            assert output.token_ids == other.token_ids
+            assert_scores(output, other)
+    work = "greedy" if kind == "greedy" else "layers"
+    assert {shape.work for shape in bed.graphs.shapes} == {work}
+
+
+def assert_scores(output: SequenceOutput, other: SequenceOutput) -> None:
+    """As many alternatives of nearly the same logprobs."""
+    pairs = list(zip(output.logprobs, other.logprobs, strict=True))
+    for score, wanted in pairs:
+        assert len(score.top_ids) == len(wanted.top_ids)
+        assert score.logprob == pytest.approx(wanted.logprob, abs=ATOL)
+        assert score.top_logprobs == pytest.approx(wanted.top_logprobs, abs=ATOL)
+
+
+def test_a_row_that_is_computed_too_many_is_chosen_by_nothing():
+    class Ended:
+        def mask(self) -> bytes:
+            raise AssertionError("a request that has ended is asked for a mask")
+
+        def after(self, draft_ids: Sequence[int]) -> Constraint:
+            raise AssertionError("nothing is drafted here")
+
+    bed = Bed([4, 18])
+    _, replaying = runners_of(bed)
+    ended = SampleInput(GREEDY, [1], [], Ended())
+    inputs = [
+        SequenceInput([5], length, pages, row)
+        for length, pages, row in zip(
+            bed.lengths, bed.pages, (ended, SampleInput(GREEDY, [1], [])), strict=True
+        )
+    ]
+    alone = replaying.run(inputs[1:], 0)
+    started = replaying.start(inputs, 0)
+    with pytest.raises(RuntimeError, match="no tokens were chosen"):
+        started.outputs()
+    started.choose([False, True])
+    assert started.outputs()[1:] == alone
 
 
 def test_a_step_behind_one_that_cannot_be_followed_is_refused():
     bed = Bed([4])
     eager, replaying = runners_of(bed)
-    row = SampleInput(SamplingParams(max_tokens=9, seed=0, temperature=0.0, logprobs=0), [1], [])
-    led = replaying.start([SequenceInput([5], 4, bed.pages[0], SampleInput(GREEDY, [1], []))], 0)
-    bare = SampleInput(GREEDY, [1], [], num_unknown=1)
-    for sample, behind in ((row, led), (bare, Computed(led.outputs(), leads=True))):
+    row = SampleInput(GREEDY, [1], [])
+    first = [SequenceInput([5], 4, bed.pages[0], row)]
+    led = replaying.start(first, 0)
+    led.choose([True])
+    drafting, plain = (
+        SequenceInput([0], 5, bed.pages[0], row, num_to_draft=n, follows=0) for n in (1, 0)
+    )
+    for sequence, behind in ((drafting, led), (plain, Computed(led.outputs(), leads=True))):
         with pytest.raises(ValueError, match="cannot be replayed"):
-            replaying.start([SequenceInput([0], 5, bed.pages[0], sample, follows=0)], 0, behind)
-    assert not eager.start([SequenceInput([5], 4, bed.pages[0], row)], 0).leads
+            replaying.start([sequence], 0, behind)
+    assert not eager.start(first, 0).leads
 
 
 def test_keys_of_replayed_steps_are_counted():
@@ -265,7 +336,9 @@ def test_keys_of_replayed_steps_are_counted():
             SequenceInput([5], length, pages, SampleInput(GREEDY, [1], []))
             for length, pages in zip(bed.lengths, bed.pages, strict=True)
         ]
-        runner.start(inputs, 0).outputs()
+        started = runner.start(inputs, 0)
+        started.choose([True, True])
+        started.outputs()
     eager, replayed = (backend.clock.counts for backend in bed.backends)
     assert eager.num_rows == replayed.num_rows == 2
     assert eager.num_keys == replayed.num_keys == 5 + bed.backends[0].size.topk
@@ -329,17 +402,20 @@ def test_a_greedy_step_waits_for_nothing_but_its_tokens():
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_step_is_started_ahead_without_waiting(temperature):
-    bed = Bed([4, 18])
+@pytest.mark.parametrize("kind", ASKED)
+def test_a_step_is_started_ahead_without_waiting(kind):
+    asked = ASKED[kind]
+    grammar = GRAMMAR if kind == "ruled" else None
+    bed = Bed([4, 18, 6, 9][: len(asked)])
     runner = runners_of(bed)[1]
-    params = [SamplingParams(max_tokens=9, seed=3, temperature=temperature)] * 2
-    expected = speak_ahead(bed, runner, params)
+    expected = speak_ahead(bed, runner, rows_of(asked, grammar))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        assert speak_ahead(bed, runner, params) == expected
+        found = speak_ahead(bed, runner, rows_of(asked, grammar))
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    ids = [[[o.token_ids for o in step] for step in steps] for steps in (found, expected)]
+    assert ids[0] == ids[1]
 
 
 def test_too_many_requests_run_eagerly():

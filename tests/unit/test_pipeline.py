@@ -106,19 +106,6 @@ def test_the_row_behind_no_number_is_never_taken():
     assert driver.ids["good"] == expected([1], 12)
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [{"logprobs": 2}, {"repetition_penalty": 1.5}, {"min_tokens": 20}, {"logit_bias": {1: 2.0}}],
-    ids=lambda asked: next(iter(asked)),
-)
-def test_steps_that_need_the_host_are_not_ahead(asked):
-    driver = Driver(leads=True)
-    driver.add(submit("a", [1], 12), submit("needy", [2], 12, **asked))
-    driver.run()
-    assert driver.ids["a"] == expected([1], 12)
-    assert driver.leading.num_ahead == 0
-
-
 def test_drafts_are_not_ahead():
     driver = Driver(leads=True, speculation=new_speculation("ngram", 2))
     driver.add(submit("a", [1, 2, 1, 2, 1], 12))
