@@ -42,7 +42,7 @@ SANITIZED := cache_write fp8_products fp8_rows index_select indexer_logits mla_d
 # Of what only a Hopper GPU runs, and small enough.
 SANITIZED_HOPPER := few_heads attention_gpu indexer_logits
 SMALL := (lists_around and (65 or 129)) or (holes and 32-) or (pages and 7-) or \
-	(odd_heads and 65) or (fp8_pages and 1-33) or (prompts_on and 60-64)
+	(odd_heads and 65) or (fp8_pages and 1-33) or short_prompts
 SANITIZE = PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $(TOOL) \
 	--target-processes application-only --error-exitcode 1 $(BIN)/python -m pytest -q -x
 sanitize: dev

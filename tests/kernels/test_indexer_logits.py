@@ -171,6 +171,15 @@ def test_prompts_on_a_gpu(kernel, heads, context):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [indexer_logits, on_hopper])
+def test_short_prompts_on_a_gpu(kernel):
+    """Short enough for a sanitizer; groups that are not full, and pages that few see."""
+    if kernel is on_hopper and not is_hopper():
+        return
+    Bed([9, 4], [130, 3], heads=64).check(kernel)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 160_000])
 @pytest.mark.parametrize("queries", [1, 2, 4, 8])
 def test_decodes_on_a_gpu(length, queries):
