@@ -4,9 +4,9 @@ What that is gets worked out on the host, for all rows of a step, and is handed 
 few tensors. Nothing is ever asked of the device, so the host waits for nothing here.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +15,8 @@ from .sequence import SampleInput
 
 Rows = Mapping[int, SampleInput]
 """Rows that ask for something, by their places among all."""
+Changes = tuple[np.ndarray, np.ndarray]
+"""int64 ids, and a float64 number for each."""
 
 
 def adjust(logits_NV: Tensor, inputs: Sequence[SampleInput]) -> Tensor:
@@ -33,40 +35,59 @@ def adjust(logits_NV: Tensor, inputs: Sequence[SampleInput]) -> Tensor:
 def _change(
     adjusted_NV: Tensor,
     rows: Rows,
-    rule: Callable[[SampleInput], Mapping[int, float]],
+    rule: Callable[[SampleInput], Changes | None],
     apply: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
     """Put apply(logit, number) for the logits that a rule has numbers for."""
-    numbers = {(i, token): number for i, row in rows.items() for token, number in rule(row).items()}
-    if numbers:
-        places_2E = to_tensor(list(zip(*numbers, strict=True)), adjusted_NV.device)
-        numbers_E = to_tensor(list(numbers.values()), adjusted_NV.device, torch.float64)
-        places = places_2E[0], places_2E[1]
-        adjusted_NV[places] = apply(adjusted_NV[places], numbers_E)
+    changes = {i: found for i, row in rows.items() if (found := rule(row)) is not None}
+    if not changes:
+        return
+    places = [np.full(len(ids), i) for i, (ids, _) in changes.items()]
+    tokens, numbers = zip(*changes.values(), strict=True)
+    device = adjusted_NV.device
+    rows_E, ids_E, numbers_E = (
+        to_device(torch.from_numpy(np.concatenate(parts)), device)
+        for parts in (places, tokens, numbers)
+    )
+    # A token that a row names twice has the same number both times.
+    adjusted_NV[rows_E, ids_E] = apply(adjusted_NV[rows_E, ids_E], numbers_E)
 
 
-def _repetition(row: SampleInput) -> Mapping[int, float]:
+def _repetition(row: SampleInput) -> Changes | None:
     """The penalty of each token that was seen."""
     penalty = row.params.repetition_penalty
-    return {} if penalty == 1.0 else dict.fromkeys([*row.prompt_ids, *row.output_ids], penalty)
+    if penalty == 1.0:
+        return None
+    ids = np.concatenate([_ids(row.prompt_ids), _ids(row.output_ids)])
+    return ids, np.full(len(ids), penalty)
 
 
 def _repeat_less(logits_E: Tensor, penalties_E: Tensor) -> Tensor:
     return logits_E * torch.where(logits_E > 0, 1 / penalties_E, penalties_E).float()
 
 
-def _count(row: SampleInput) -> Mapping[int, float]:
+def _count(row: SampleInput) -> Changes | None:
     """What each token that was generated loses."""
     frequency, presence = row.params.frequency_penalty, row.params.presence_penalty
     if not frequency and not presence:
-        return {}
-    return {token: frequency * n + presence for token, n in Counter(row.output_ids).items()}
+        return None
+    ids, counts = np.unique(_ids(row.output_ids), return_counts=True)
+    return ids, frequency * counts + presence
+
+
+def _bias(row: SampleInput) -> Changes | None:
+    bias = row.params.logit_bias
+    return (_ids(list(bias)), np.array(list(bias.values()), dtype=float)) if bias else None
+
+
+def _ids(tokens: Sequence[int]) -> np.ndarray:
+    return np.array(tokens, dtype=np.int64)
 
 
 _RULES = (
     (_repetition, _repeat_less),
     (_count, lambda logits_E, losses_E: logits_E - losses_E.float()),
-    (lambda row: row.params.logit_bias, lambda logits_E, bias_E: logits_E + bias_E.float()),
+    (_bias, lambda logits_E, bias_E: logits_E + bias_E.float()),
 )
 
 
