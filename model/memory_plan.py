@@ -26,12 +26,14 @@ class DoesNotFit(ValueError):
 class MemoryPlan:
     """Bytes on each of `ranks` devices, for settings whose every choice is made.
 
-    weights: by kind, the second form of the experts and the rope table included. cache and
-    row bytes are those of all layers together.
+    gpu: the kind that is planned for from afar; None: the device was asked. weights: by kind, the
+    second form of the experts and the rope table included. cache and row bytes are those of all
+    layers together.
     """
 
     config: EngineConfig
     ranks: int
+    gpu: str | None
     notes: tuple[str, ...]
     free_bytes: int
     num_parameters: int
@@ -76,8 +78,8 @@ class MemoryPlan:
         step = config.scheduler.max_num_batched_tokens
         kinds = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in self.weights.items())
         return [
-            f"memory: {shown_bytes(self.total_bytes)} of {shown_bytes(self.free_bytes)} free on "
-            f"{config.device}" + (f", each of {self.ranks} devices" if self.ranks > 1 else ""),
+            f"memory: {shown_bytes(self.total_bytes)} of {shown_bytes(self.free_bytes)} "
+            + _place(config, self.ranks, self.gpu),
             f"  weights {shown_bytes(self.weight_bytes)} in {_format(config, self.keeps_fp8)}, "
             f"{shown_count(self.num_parameters)} parameters ({kinds})",
             f"  cache {shown_bytes(self.cache_bytes)}: {self.num_tokens} tokens in "
@@ -90,6 +92,13 @@ class MemoryPlan:
             f"  longest request {longest} tokens; {self.num_tokens // longest} of that length fit "
             f"at once, {config.scheduler.max_num_seqs} requests run at once",
         ]
+
+
+def _place(config: EngineConfig, ranks: int, gpu: str | None) -> str:
+    """Where the memory is. Of a GPU that is planned for from afar only the size is known."""
+    if gpu is not None:
+        return f"that CUDA leaves on {'one' if ranks == 1 else f'each of {ranks}'} {gpu}"
+    return f"free on {config.device}" + (f", each of {ranks} devices" if ranks > 1 else "")
 
 
 def cache_layout(model: ModelConfig, config: EngineConfig, *, with_mtp: bool) -> RowLayout:
@@ -108,11 +117,13 @@ def plan_memory(
     with_mtp: bool = False,
     keeps_fp8: bool = False,
     ranks: int = 1,
+    gpu: str | None = None,
 ) -> MemoryPlan:
     """Plan for a config from `resolve_run`; free_bytes: of the device before anything is loaded.
 
     keeps_fp8: products take their weights in fp8. ranks: devices that share the model by tensor
-    parallelism. Raises DoesNotFit, and SettingError for a setting that is the reason.
+    parallelism. gpu: as in MemoryPlan. Raises DoesNotFit, and SettingError for a setting that is
+    the reason.
     """
     if ranks < 1 or model.num_heads % ranks:
         fitting = ", ".join(str(n) for n in range(1, 65) if model.num_heads % n == 0)
@@ -141,7 +152,8 @@ def plan_memory(
             f"{shown_bytes(weight_bytes)} in {_format(config, keeps_fp8)}",
         )
         step_said = (activations, workspace + logits + graphs)
-        message = _shortfall(config, left, weights_said, step_said, smallest_cache)
+        room = f"{shown_bytes(free_bytes)} {_place(config, ranks, gpu)}"
+        message = _shortfall(config, (left, room), weights_said, step_said, smallest_cache)
         # Where weights and a cache fit, it is the step that was set too large.
         raise DoesNotFit(message) if left < 2 * smallest_cache else SettingError(message)
     cache = resolve_cache(config, model.max_position_embeddings, token_bytes, left, step)
@@ -149,6 +161,7 @@ def plan_memory(
     return MemoryPlan(
         config=cache.config,
         ranks=ranks,
+        gpu=gpu,
         notes=cache.notes,
         free_bytes=free_bytes,
         num_parameters=total(sizes).parameters,
@@ -180,10 +193,15 @@ def _format(config: EngineConfig, keeps_fp8: bool) -> str:
 
 
 def _shortfall(
-    config: EngineConfig, left: int, weights: tuple[int, str], step: tuple[int, int], cache: int
+    config: EngineConfig,
+    memory: tuple[int, str],
+    weights: tuple[int, str],
+    step: tuple[int, int],
+    cache: int,
 ) -> str:
-    """left: what the weights leave of the free memory. weights: their bytes, and how to say that.
-    step: activations, and what else it takes however many tokens it has."""
+    """memory: what the weights leave of it, and how to say all of it. weights: their bytes, and how
+    to say that. step: activations, and what else it takes however many tokens it has."""
+    left, room = memory
     tokens, (activations, rest) = config.scheduler.max_num_batched_tokens or 1, step
     needed = weights[0] + activations + rest + cache
     advice = f"it takes a device with {shown_bytes(needed)} free"
@@ -193,6 +211,6 @@ def _shortfall(
     return (
         f"the model does not fit: weights take {weights[1]}, a step of "
         f"{tokens} tokens {shown_bytes(activations + rest)} and the smallest cache "
-        f"{shown_bytes(cache)}, but {shown_bytes(left + weights[0])} are free on {config.device}; "
+        f"{shown_bytes(cache)}, more than the {room}; "
         f"{advice}"
     )

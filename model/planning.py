@@ -43,6 +43,7 @@ def plan_lines(config: EngineConfig, gpu: str | None, ranks: int) -> list[str]:
             with_mtp=with_mtp,
             keeps_fp8=keeps_fp8,
             ranks=count,
+            gpu=None if gpu is None else find_gpu(gpu).name,
         )
 
     try:
