@@ -33,7 +33,6 @@ import uvloop
 from ..configs.log_lines import json_line, set_up_logging
 from ..configs.resolve import validate
 from ..configs.server import ServerConfig
-from ..configs.setting_error import SettingError
 from ..scheduler.process import EngineProcess, make_checkpoint, plan_start
 from .client_commands import (
     BENCH_FLAGS,
@@ -43,7 +42,6 @@ from .client_commands import (
     run_bench,
     run_chat,
 )
-from .engine_client import StartFailed
 from .flags import (
     PLAN_FLAGS,
     SERVE_FLAGS,
@@ -65,6 +63,7 @@ from .offline_commands import (
     run_verify,
     unused_settings,
 )
+from .start_failed import StartFailed, refusing
 
 EMBEDDED = Path(__file__).parents[1] / "checkpoints" / "tiny-dsa"
 RANDOM_SEED = 0
@@ -213,10 +212,8 @@ def _with_checkpoint(config: ServerConfig) -> ServerConfig:
 
 
 def _plan(config: ServerConfig, gpu: str | None, ranks: int) -> int:
-    try:
+    with refusing():
         lines = plan_start(config.engine, gpu, ranks)
-    except ValueError as error:
-        raise StartFailed(str(error), isinstance(error, SettingError)) from None
     for line in lines:
         print(line)
     return 0

@@ -33,6 +33,7 @@ from ..scheduler.messages import (
 )
 from ..scheduler.process import EngineDied
 from .errors import overloaded, unavailable
+from .start_failed import StartFailed
 
 _log = logging.getLogger(__name__)
 
@@ -52,17 +53,6 @@ class Health(Enum):
     READY = "ready"
     DRAINING = "the server is shutting down"
     DEAD = "the engine has stopped"
-
-
-class StartFailed(Exception):
-    """The server cannot start; the text is one line for the operator.
-
-    is_setting: what is wrong is a setting, not the checkpoint or the machine.
-    """
-
-    def __init__(self, message: str, is_setting: bool = False) -> None:
-        super().__init__(message)
-        self.is_setting = is_setting
 
 
 class EngineCall:

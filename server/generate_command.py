@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from ..configs.server import ServerConfig
-from ..configs.setting_error import SettingError
 from ..scheduler.process import EngineProcess
 from .bodies import Body
 from .chat import prepare_chat
@@ -21,13 +20,14 @@ from .chat_answer import ChatRenderer
 from .chat_protocol import ChatRequest
 from .completion_answer import CompletionRenderer
 from .completions import prepare_completion
-from .engine_client import EngineClient, StartFailed
+from .engine_client import EngineClient
 from .generation import Generation, Plan
 from .openai_stream import OpenAIStream
 from .protocol import CompletionRequest
 from .running import handling_of
 from .service import Service
 from .serving import make_service
+from .start_failed import StartFailed, refusing
 from .text_side import TextFiles, TextSide
 from .validation import validate
 
@@ -64,11 +64,9 @@ async def generate(config: ServerConfig, fields: dict[str, Any], write: Write) -
 
 async def _load(config: ServerConfig, engine: EngineProcess) -> Service:
     client = EngineClient(engine, config.heartbeat_seconds, config.engine.hang_timeout)
-    try:
+    with refusing():
         files = TextFiles.read(Path(config.engine.model))
         text = TextSide.fit(files, await client.plan(), config.chat_format)
-    except ValueError as error:
-        raise StartFailed(str(error), isinstance(error, SettingError)) from None
     service = make_service(config, client, await client.load(), text, None)
     client.start()
     waits = [asyncio.ensure_future(event.wait()) for event in (client.ready, client.dead)]

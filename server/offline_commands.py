@@ -12,10 +12,10 @@ import uvloop
 
 from ..configs.server import ServerConfig
 from ..scheduler.process import verify_checkpoint
-from .engine_client import StartFailed
 from .errors import ApiError
 from .flag_table import GENERATE_GROUPS, VERIFY_GROUPS, Group
 from .flags import UsageError, add_flags
+from .start_failed import StartFailed, refusing
 from .tokenizer_files import read_settings
 
 _SAMPLING = (
@@ -176,10 +176,8 @@ def run_verify(parsed: argparse.Namespace, config: ServerConfig) -> int:
             raise UsageError(f"{name} is too small; there must be something to compare")
     if parsed.tolerance is not None and not parsed.tolerance > 0:
         raise UsageError(f"--tolerance is {parsed.tolerance}; it must be positive")
-    try:
+    with refusing():
         first = read_settings(Path(config.engine.model)).bos_id or 0
-    except ValueError as error:
-        raise StartFailed(str(error)) from None
     return verify_checkpoint(
         config.engine, parsed.sequences, parsed.tokens, first, parsed.tolerance
     )

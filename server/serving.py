@@ -19,18 +19,18 @@ import uvicorn
 
 from ..configs.engine_info import EngineInfo
 from ..configs.server import ServerConfig
-from ..configs.setting_error import SettingError
 from ..scheduler.process import EngineProcess
 from .activity import report_activity
 from .app import create_app
 from .banner import loaded_lines, ready_line
-from .engine_client import EngineClient, StartFailed
+from .engine_client import EngineClient
 from .grammar_trials import GrammarTrials
 from .http_protocol import guarded_protocol
 from .keys import Keyring, read_keyring
 from .metrics import Metrics
 from .sampling import SeedSource
 from .service import Service
+from .start_failed import StartFailed, refusing
 from .start_stages import StartStages
 from .text_side import TextFiles, TextSide
 from .tracing import connect_tracing
@@ -101,9 +101,9 @@ class Serving:
     async def run(self) -> int:
         """Serve until told to leave; raises StartFailed where nothing can be served."""
         config = self._config
-        with _refusing():
+        with refusing():
             files = TextFiles.read(Path(config.engine.model))
-        with _refusing(is_setting=True):
+        with refusing(is_setting=True):
             keyring = read_keyring(config.api_key, config.api_key_file)
             tracing = connect_tracing(config.otlp_traces_endpoint)
         with bind(config.host, config.port) as sock:
@@ -128,7 +128,7 @@ class Serving:
     ) -> Service:
         plan = await client.plan()
         self._stages.end("checks")
-        with _refusing():
+        with refusing():
             text = TextSide.fit(files, plan, self._config.chat_format)
         for line in plan.lines:
             self._say(line)
@@ -231,15 +231,6 @@ async def _until_idle(service: Service) -> None:
 
 def _requests(count: int) -> str:
     return f"{count} request" if count == 1 else f"{count} requests"
-
-
-@contextlib.contextmanager
-def _refusing(is_setting: bool = False) -> Iterator[None]:
-    """What is wrong with a file is why the start fails."""
-    try:
-        yield
-    except ValueError as error:
-        raise StartFailed(str(error), is_setting or isinstance(error, SettingError)) from None
 
 
 def make_service(

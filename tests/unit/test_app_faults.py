@@ -10,7 +10,8 @@ import pytest
 
 from minidsa.scheduler.messages import EngineStats, Failed, Heartbeat, Outputs, RequestOutput
 from minidsa.server.activity import activity_line, report_activity
-from minidsa.server.engine_client import EngineClient, Health, StartFailed
+from minidsa.server.engine_client import EngineClient, Health
+from minidsa.server.start_failed import StartFailed
 from patience import PATIENCE, until
 from scripted_engine import EOS, VOCAB, Bed, ScriptedEngine, server_config, serving
 from sse_reader import post, read_events
