@@ -1,6 +1,8 @@
 """The flags of the commands that talk to a running server, `chat` and `bench`."""
 
 import argparse
+import contextlib
+import importlib
 import json
 import math
 import sys
@@ -46,7 +48,8 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, help="a file for the times, as a picture (SVG)")
     for name, kind, text in _LOAD:
         default = vars(Load())[_field(name)]
-        parser.add_argument(name, type=kind, default=default, help=f"{text} [{default}]")
+        shown = "" if default is None else f" [{default}]"
+        parser.add_argument(name, type=kind, default=default, help=text + shown)
 
 
 def _field(flag: str) -> str:
@@ -63,9 +66,14 @@ def run_chat(parsed: argparse.Namespace) -> int:
 
 
 def _lines() -> Iterator[str]:
+    typed = sys.stdin.isatty()
+    if typed:
+        # From then on `input` lets lines be edited and called back. Not every Python has it.
+        with contextlib.suppress(ImportError):
+            importlib.import_module("readline")
     while True:
         try:
-            yield input("> " if sys.stdin.isatty() else "")
+            yield input("> " if typed else "")
         except (EOFError, KeyboardInterrupt):
             return
 

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import pty
 import signal
 import subprocess
 import sys
@@ -268,3 +270,27 @@ except SystemExit:
     shell = ("sh", "-c", 'exec "$0" -c "$1" <&- >&-', sys.executable, code)
     done = subprocess.run(shell, check=True, capture_output=True, text=True)
     assert done.stderr == "/dev/null /dev/null\nTrue True True\n"
+
+
+def test_a_line_that_is_typed_can_be_edited():
+    """Arrow left, then a letter: it stands in the middle of the line."""
+    terminal, its_end = pty.openpty()
+    script = "from minidsa.server.client_commands import _lines; print(repr(next(_lines())))"
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=its_end,
+        stdout=its_end,
+        env={**os.environ, "TERM": "xterm"},
+        start_new_session=True,
+    ) as process:
+        os.close(its_end)
+        shown = b""
+        while b"> " not in shown:
+            shown += os.read(terminal, 1000)
+        os.write(terminal, b"ac\x1b[Db\n")
+        # What is still unread when the other end closes would be lost on some systems.
+        while b"'" not in shown.partition(b"\r\n")[2]:
+            shown += os.read(terminal, 1000)
+        assert process.wait(timeout=PATIENCE) == 0
+    os.close(terminal)
+    assert b"'abc'" in shown
