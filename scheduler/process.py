@@ -279,7 +279,7 @@ def _verify(
     try:
         agrees = verify(config, Texts(num_sequences, num_tokens, first_id), tolerance, say)
     except ImportError as error:
-        install = f"{sys.executable} -m pip install transformers"
+        install = f"{sys.executable} -m pip install -e '.[verify]'"
         sys.exit(f"minidsa: verify needs transformers: {install} ({error})")
     except (ValueError, OSError, GenerationFailed) as error:
         sys.stderr.write(f"minidsa: {' '.join(str(error).split())}\n")

@@ -155,8 +155,10 @@ def _parser() -> argparse.ArgumentParser:
     make = commands.add_parser(
         "make-checkpoint", help="write a small random checkpoint", allow_abbrev=False
     )
-    make.add_argument("directory")
-    make.add_argument("--seed", type=int, default=RANDOM_SEED)
+    make.add_argument("directory", help="folder to write to: a new one, or an empty one")
+    make.add_argument(
+        "--seed", type=int, default=RANDOM_SEED, help=f"of the weights [{RANDOM_SEED}]"
+    )
     commands.add_parser("version", help="print the version")
     return parser
 

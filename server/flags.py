@@ -160,13 +160,15 @@ def read_settings(
             raise UsageError(f"--set {setting}: write it as SECTION.FIELD=VALUE")
         _put(tree, path, value)
     given = vars(arguments)
+    names: dict[str, str] = {}
     for flag in FLAGS:
         if given.get(flag.target) is not None:
             _put(tree, flag.target, given[flag.target])
+            names[flag.target] = flag.name
     if arguments.model is not None:
         _put(tree, "engine.model", arguments.model)
     _check_keys(tree, ServerConfig, "")
-    return _checked(_convert(tree, strict=False))
+    return _checked(_convert(tree, strict=False, names=names))
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -225,25 +227,29 @@ def _last_part(name: str) -> str:
     return name.removeprefix("--").rpartition(".")[2].replace("-", "_")
 
 
-def _convert(tree: Mapping[str, Any], strict: bool) -> ServerConfig:
+def _convert(
+    tree: Mapping[str, Any], strict: bool, names: Mapping[str, str] = MappingProxyType({})
+) -> ServerConfig:
+    """names: by their paths, the flags that settings were given by."""
     try:
         return msgspec.convert(tree, ServerConfig, strict=strict)
     except msgspec.ValidationError as error:
         text, _, path = str(error).partition(" - at `$.")
-        raise UsageError(_wrong_value(tree, path.rstrip("`"), text)) from None
+        path = path.rstrip("`")
+        raise UsageError(_wrong_value(tree, path, names.get(path, path), text)) from None
 
 
-def _wrong_value(tree: Mapping[str, Any], path: str, text: str) -> str:
-    """One line for a value of the wrong type or none of the allowed ones."""
+def _wrong_value(tree: Mapping[str, Any], path: str, name: str, text: str) -> str:
+    """One line for a value of the wrong type or none of the allowed ones; name: what to call it."""
     value: Any = tree
-    for name in path.split("."):
-        value = value[name]
+    for key in path.split("."):
+        value = value[key]
     if choices := choices_of(path):
-        return f"{path} is {value!r}; it must be one of {', '.join(choices)}"
+        return f"{name} is {value!r}; it must be one of {', '.join(choices)}"
     words = dict(TYPE_WORDS)
     kinds = text.removeprefix("Expected `").partition("`, got")[0].split(" | ")
     expected = " or ".join(words.get(kind, kind) for kind in kinds if kind != "null")
-    return f"{path} is {value!r}; it must be {expected}"
+    return f"{name} is {value!r}; it must be {expected}"
 
 
 def _checked(config: ServerConfig) -> ServerConfig:

@@ -1,10 +1,12 @@
 """Settings: flags before file before defaults; every mistake is one line that names it."""
 
+import argparse
 import json
 
 import pytest
 
 from minidsa.server.cli import main
+from minidsa.server.commands import KNOWN_FLAGS, _parser
 from minidsa.server.flag_table import FLAGS, GROUPS
 from minidsa.server.flags import (
     SERVE_FLAGS,
@@ -77,10 +79,13 @@ def test_set_reaches_every_setting():
         (["--set", "port"], ["SECTION.FIELD=VALUE"]),
         (["--set", "engine.schedular.max_queue=1"], ["did you mean engine.scheduler?"]),
         (["--set", "engine.dtype.x=1"], ["engine.dtype is a value"]),
-        (["--port", "many"], ["port is 'many'; it must be a whole number"]),
-        (["--port", "1.5"], ["port is '1.5'; it must be a whole number"]),
-        (["--max-model-len", "long"], ["engine.max_model_len is 'long'", "a whole number"]),
-        (["--drain-seconds", "x"], ["drain_seconds is 'x'; it must be a number"]),
+        (["--port", "many"], ["--port is 'many'; it must be a whole number"]),
+        (["--port", "1.5"], ["--port is '1.5'; it must be a whole number"]),
+        (["--max-model-len", "long"], ["--max-model-len is 'long'", "a whole number"]),
+        (["--drain-seconds", "x"], ["--drain-seconds is 'x'; it must be a number"]),
+        (["--speculative", "x"], ["--speculative is 'x'; it must be one of auto, none, mtp"]),
+        (["--set", "engine.dtype=x"], ["engine.dtype is 'x'; it must be one of"]),
+        (["--set", "engine.speculative.num_tokens=x"], ["engine.speculative.num_tokens is 'x'"]),
         (["--port", "70000"], ["port", "65535"]),
         (["--port"], ["--port"]),
         (["--port", "1", "--port", "2"], ["--port", "twice"]),
@@ -166,7 +171,7 @@ ENUMS = [flag for flag in FLAGS if choices_of(flag.target)]
 def test_a_wrong_word_lists_those_that_are_right(flag):
     with pytest.raises(UsageError) as caught:
         settings(flag.name, "float8")
-    message = f"{flag.target} is 'float8'; it must be one of {', '.join(choices_of(flag.target))}"
+    message = f"{flag.name} is 'float8'; it must be one of {', '.join(choices_of(flag.target))}"
     assert str(caught.value) == message
     for choice in choices_of(flag.target):
         settings(flag.name, choice)
@@ -191,6 +196,14 @@ def test_a_name_is_suggested_for_a_slip_alone(name, meant):
     with pytest.raises(UsageError) as caught:
         settings("--set", "engine.cache.colour=1")
     assert str(caught.value) == "unknown setting engine.cache.colour"
+
+
+@pytest.mark.parametrize("command", [name for name, _ in KNOWN_FLAGS])
+def test_help_describes_every_argument_and_shows_no_default_that_is_none(capsys, command):
+    code, out, _ = run(capsys, command, "--help")
+    assert code == 0 and "[None]" not in out
+    commands = next(a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
+    assert [a.dest for a in commands.choices[command]._actions if not a.help] == []
 
 
 def test_help_shows_groups_values_and_defaults(capsys):
