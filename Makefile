@@ -108,14 +108,17 @@ train-smoke: dev
 	$(BIN)/python -m training --preset smoke --device cpu --out build/smoke --steps 6 \
 		--batch-tokens 1024; test $$? -eq 1
 
-# uv looks at the machine and takes torch's CPU or CUDA build; where it cannot, pip decides.
+# uv looks at the machine and takes torch's CPU or CUDA build from torch's own index; where it cannot,
+# pip decides, and says so itself if it fails as well.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "1/3 making a virtual environment in $(VENV)"
 	$(PYTHON) -m venv $(VENV)
 	@echo "2/3 installing torch: several hundred MB, minutes on a slow line"
 	$(BIN)/python -m pip install -q -c constraints.txt uv
-	UV_HTTP_RETRIES=0 $(BIN)/uv pip install -q --python $(BIN)/python --torch-backend=auto \
-		-c constraints.txt torch || $(BIN)/python -m pip install -q -c constraints.txt torch
+	@UV_HTTP_RETRIES=0 $(BIN)/uv pip install -q --python $(BIN)/python --torch-backend=auto \
+		-c constraints.txt torch 2>$(VENV)/uv.log || { \
+		echo "    torch's own index is not to be had ($(VENV)/uv.log says why): pip installs it"; \
+		$(BIN)/python -m pip install -q -c constraints.txt torch; }
 	@echo "3/3 installing minidsa and the other libraries"
 	$(BIN)/python -m pip install -q -c constraints.txt -e .
 	touch $@
