@@ -60,8 +60,10 @@ class Speculation:
         """
         if not self._lengths.most:
             return [()] * len(decoding)
-        share = int(budget * SHARE_OF_BUDGET) // max(1, len(decoding)) - 1
-        self.length = max(0, min(self._lengths.choose(len(decoding)), share))
+        # Behind a step without decodes comes one with those that its prompts become.
+        num_requests = max(1, len(decoding))
+        share = int(budget * SHARE_OF_BUDGET) // num_requests - 1
+        self.length = max(0, min(self._lengths.choose(num_requests), share))
         if not self.length:
             return [()] * len(decoding)
         proposals = [self._drafter.propose(request, self.length) for request in decoding]

@@ -6,6 +6,7 @@ import pytest
 
 from minidsa.configs.sampling import SamplingParams
 from minidsa.kv_cache.block_table import BlockTable
+from minidsa.scheduler.batch import Step, Work
 from minidsa.scheduler.draft_length import MEASUREMENTS, DraftLength
 from minidsa.scheduler.drafters import NgramDrafter
 from minidsa.scheduler.messages import Submit
@@ -134,6 +135,19 @@ def test_verifying_leaves_room_for_prompts():
     driver.add(submit("late", [9] * 40, 1))
     step = driver.step()
     assert [work.num_tokens for work in step.work[:1]] == [16 - 3 * 2]
+
+
+def test_a_prompt_asks_for_the_drafts_that_pay_for_what_it_becomes():
+    """Guesses that its first decode would not verify are not made."""
+    speculation = new_speculation("mtp", 3)
+    request = Request(submit("r", [1], 9), Rank(0, 0, 0), BlockTable(4))
+    for num_drafts in range(4):
+        for _ in range(MEASUREMENTS):
+            decode = Work(request, 0, 1 + num_drafts, True, [1] * num_drafts, num_drafts)
+            speculation.observe(Step([decode], 0), 1.0 + num_drafts)
+            speculation.count(num_drafts, 0)
+    speculation.propose([], 64)
+    assert speculation.num_ahead == 0
 
 
 @pytest.mark.parametrize("most", [MOST_DRAFTS + 1, -1])
