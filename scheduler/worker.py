@@ -20,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
+import zmq
+
 from ..attention.sparse.selection_counts import SelectionCounts
 from ..configs.engine import EngineConfig
 from ..configs.log_lines import set_up_logging
@@ -101,7 +103,13 @@ def serve(directory: str, config: EngineConfig, check: Checker) -> None:
     faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)
     _ignore_signals()
     _follow_parent(Path(directory))
-    link = EngineLink(Path(directory))
+    try:
+        link = EngineLink(Path(directory))
+    except zmq.ZMQError:
+        if Path(directory).is_dir():
+            raise
+        # The parent was gone before this began, and its directory is, too.
+        sys.exit(1)
     try:
         _run(link, config, check)
     except StartRefused as error:

@@ -1,6 +1,7 @@
 """The line between the processes: typed both ways, garbage dropped, no event lost."""
 
 import asyncio
+import multiprocessing
 import os
 import random
 import shutil
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 import zmq
 
+from minidsa.configs.engine import EngineConfig
 from minidsa.scheduler import messages
 from minidsa.scheduler.channel import MAX_FRAME_BYTES, ApiLink, EngineLink, decode, new_directory
 from minidsa.scheduler.messages import (
@@ -22,7 +24,7 @@ from minidsa.scheduler.messages import (
     Shutdown,
 )
 from patience import PATIENCE
-from scheduler_fakes import submit
+from scheduler_fakes import FakeTarget, submit
 
 COMMANDS = [
     submit("a", [1, 2, 3], logit_bias={3: 1.5}, logprobs=2),
@@ -185,3 +187,13 @@ def test_the_line_fits_whatever_the_folder_for_temporary_files_is_called(
     engine.close()
     shutil.rmtree(directory)
     assert not os.listdir(folder)
+
+
+def test_an_engine_whose_directory_is_gone_ends_without_a_word(tmp_path, capfd):
+    """The parent was killed while the engine was importing."""
+    arguments = (str(tmp_path / "gone"), EngineConfig())
+    process = multiprocessing.get_context("spawn").Process(target=FakeTarget(), args=arguments)
+    process.start()
+    process.join(PATIENCE)
+    assert process.exitcode == 1
+    assert capfd.readouterr() == ("", "")
