@@ -58,11 +58,21 @@ class CheckedCheckpoint:
     notes: tuple[str, ...]
 
     @property
+    def first_plain(self) -> str | None:
+        """A weight that a product could take in fp8 and that is not stored so; None: all are.
+
+        One such keeps all of them from staying in fp8. Quantised checkpoints are published whole,
+        some products join several of these tensors, and a plan knows only the configuration.
+        """
+        for name, info in self.tensors.items():
+            if name.endswith(MAY_BE_FP8) and info.dtype != FP8:
+                return name
+        return None
+
+    @property
     def all_fp8(self) -> bool:
         """Whether every weight that a product could take in fp8 is stored so."""
-        return self.config.quantised and all(
-            info.dtype == FP8 for name, info in self.tensors.items() if name.endswith(MAY_BE_FP8)
-        )
+        return self.config.quantised and self.first_plain is None
 
 
 def check_checkpoint(

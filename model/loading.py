@@ -155,12 +155,14 @@ def check_start(config: EngineConfig) -> CheckedStart:
     checkpoint = check(directory, model_config, with_mtp=with_mtp)
     free = _free_bytes(torch.device(run.config.device))
     device = torch.device(run.config.device)
-    fp8 = checkpoint.all_fp8 and multiplies_fp8(device) and run.config.dtype != "float32"
+    could = multiplies_fp8(device) and run.config.dtype != "float32"
+    fp8 = could and checkpoint.all_fp8
     memory = plan_memory(checkpoint.config, drafts.config, free, with_mtp=with_mtp, keeps_fp8=fp8)
     notes = [*run.notes, choice.reason, *drafts.notes, *checkpoint.notes]
     if checkpoint.config.quantised:
         kept = "kept in fp8" if fp8 else f"dequantised to {run.config.dtype}"
-        notes.append(f"fp8 weights are {kept}")
+        why = f": {checkpoint.first_plain} is not in fp8" if could and not fp8 else ""
+        notes.append(f"fp8 weights are {kept}{why}")
     return CheckedStart(drafts.config, checkpoint, choice, memory, fp8, tuple(notes))
 
 

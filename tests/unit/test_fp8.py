@@ -12,6 +12,8 @@ from checkpoint_edits import edit, edit_json, load, refused
 from checkpoints import T_WIDE, t_wide, tensors_of
 from minidsa.attention.dense.torch_ref import TorchDenseBackend
 from minidsa.attention.sparse.dsa import DsaBackend
+from minidsa.configs.engine import EngineConfig
+from minidsa.model import loading
 from minidsa.model.checkpoint import INDEX, SINGLE, read_config
 from minidsa.model.fp8 import dequantise, quantise, scale_shape
 from minidsa.model.layers.fp8 import Fp8Linear
@@ -222,7 +224,7 @@ def first_projections(folder: Path, fields: dict[str, Any]) -> list[Linear | Fp8
 
 
 @pytest.mark.parametrize("name", ["o_proj", "experts.3.up_proj", "indexer.wk", "kv_b_proj"])
-def test_one_plain_weight_keeps_the_others_from_staying_in_fp8(tmp_path, name):
+def test_one_plain_weight_keeps_the_others_from_staying_in_fp8(tmp_path, monkeypatch, name):
     """Only products that would take fp8 matter."""
     config = dict(T_WIDE) | {"num_hidden_layers": 2, "num_nextn_predict_layers": 0}
     write_checkpoint(tmp_path, config, tensors_of(config))
@@ -236,3 +238,8 @@ def test_one_plain_weight_keeps_the_others_from_staying_in_fp8(tmp_path, name):
     edit(tmp_path, plain)
     checked = check_checkpoint(tmp_path, read_config(tmp_path))
     assert checked.all_fp8 is (name == "kv_b_proj")
+    monkeypatch.setattr(loading, "multiplies_fp8", lambda device: True)
+    start = loading.check_start(EngineConfig(model=str(tmp_path), dtype="bfloat16"))
+    why = f"dequantised to bfloat16: {weight} is not in fp8"
+    kept = "kept in fp8" if name == "kv_b_proj" else why
+    assert f"fp8 weights are {kept}" in start.notes
